@@ -1,0 +1,87 @@
+"""The least memory a run takes, in bytes: what is refused when a machine has less.
+
+Counted low on purpose, since a false refusal is worse than a late one: weights, gradients,
+optimizer state and what the backward pass must find again; no gathered copies, no buffers.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from dtensor_llm.config import Config, ModelConfig
+
+BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class MemoryFloor:
+    """Bytes of all ranks together: (weights + gradients + moments) x copies, and activations."""
+
+    parameters: int
+    tensors_per_parameter: int
+    copies: int
+    element_size: int
+    activations: int
+
+    @property
+    def states(self) -> int:
+        per_copy = self.parameters * self.tensors_per_parameter * self.element_size
+        return per_copy * self.copies
+
+    @property
+    def total(self) -> int:
+        return self.states + self.activations
+
+
+def memory_floor(config: Config) -> MemoryFloor:
+    """The least memory of all ranks of a run together.
+
+    States: weights, gradients and the optimizer's moments (two for adamw, one for sgd with
+    momentum), once for each replica: dp of them at ZeRO stage 0, dp_replicate at stage 3, and one
+    more for the reference of a parity check.
+    Activations: what each microbatch in flight keeps for its backward pass.
+    """
+    train, parallel = config.train, config.parallel
+    moments = 2 if train.optimizer == "adamw" else int(train.momentum > 0)
+    replicas = config.dp if parallel.zero == 0 else parallel.mesh.dp_replicate
+    element_size = BYTES_OF_DTYPE[train.dtype]
+    sequences = min(config.dp * config.micro_batch_size, train.global_batch_size)
+    tokens = sequences * config.model.seq_len
+    kept = tokens * int(
+        config.model.layers * _in_flight(config) * _kept_per_token_and_block(config.model)
+        + config.model.vocab_size
+    )
+    return MemoryFloor(
+        parameters=config.model.num_parameters,
+        tensors_per_parameter=2 + moments,
+        copies=replicas + int(config.run.check_parity),
+        element_size=element_size,
+        activations=kept * element_size,
+    )
+
+
+def _in_flight(config: Config) -> Fraction:
+    """Microbatches whose activations a stage holds at its peak, averaged over the stages.
+
+    1F1B: stage s of pp holds min(m, pp - s) (Narayanan et al., arXiv 2104.04473, section 2.2).
+    """
+    m, pp = config.microbatches, config.parallel.mesh.pp
+    if pp == 1:
+        return Fraction(1)
+    if config.parallel.schedule == "gpipe":
+        return Fraction(m)
+    growing = min(m, pp)
+    return Fraction(growing * (growing + 1) // 2 + (pp - growing) * m, pp)
+
+
+def _kept_per_token_and_block(model: ModelConfig) -> int:
+    """Elements per token that the backward pass of one block needs.
+
+    Inputs of the two norms and of the linears behind them, query, key, value and attention output,
+    and the feed-forward part: up and its GELU, or gate, its SiLU, up and the product. The counting
+    of Korthikanti et al., arXiv 2205.05198, section 4.1, without what fused attention avoids.
+    """
+    attention = (2 * model.heads + 2 * model.num_kv_heads) * model.head_size
+    if model.attention_dropout_rate > 0:
+        attention += model.heads * model.seq_len
+    feed_forward = (4 if model.mlp == "swiglu" else 2) * model.num_ffn
+    return 4 * model.width + attention + feed_forward

@@ -1,0 +1,201 @@
+"""What must hold between settings: of the model, of a step, and of the model on its mesh."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dtensor_llm.checks.rule import Rule, Surroundings, near_multiples, propose, remainder
+from dtensor_llm.config import Config, MeshSizes
+from dtensor_llm.mesh import fitting_meshes
+from dtensor_llm.settings import join_or
+
+MASK_LEVELS = 65536
+"""Dropout masks compare 16-bit random numbers with rate x 65536, rounded."""
+
+DIVISORS_TRIED = 4096
+"""Bounds the search for a value to propose."""
+
+
+def heads_divide_the_width(config: Config, _: Surroundings) -> Iterator[str]:
+    width, heads = config.model.width, config.model.heads
+    if width % heads:
+        fewer = f"--heads {largest_divisor(width, heads) or 1}"
+        yield (
+            f"--width {width} is not a multiple of --heads {heads}: {remainder(width, heads)}; "
+            f"{propose('--width', near_multiples(width, heads), fewer)}"
+        )
+    elif config.model.positions == "rope" and config.model.head_size % 2:
+        yield (
+            f"--positions rope turns pairs of elements, but the head size is odd: --width {width} "
+            f"/ --heads {heads} = {config.model.head_size}; "
+            f"{propose('--width', near_multiples(width, 2 * heads))}"
+        )
+
+
+def kv_heads_divide_the_heads(config: Config, _: Surroundings) -> Iterator[str]:
+    heads, kv_heads = config.model.heads, config.model.num_kv_heads
+    if heads % kv_heads:
+        fewer = f"--kv-heads {largest_divisor(heads, kv_heads) or 1}"
+        yield (
+            f"--heads {heads} is not a multiple of --kv-heads {kv_heads}: "
+            f"{remainder(heads, kv_heads)}; "
+            f"{propose('--heads', near_multiples(heads, kv_heads), fewer)}"
+        )
+
+
+def dropout_survives_rounding(config: Config, _: Surroundings) -> Iterator[str]:
+    for flag, rate in (
+        ("--dropout", config.model.dropout),
+        ("--attention-dropout", config.model.attention_dropout),
+    ):
+        if rate and round(rate * MASK_LEVELS) in (0, MASK_LEVELS):
+            yield (
+                f"{flag} {rate}: masks are drawn with 16 bits, and {rate} x {MASK_LEVELS} rounds "
+                f"to {round(rate * MASK_LEVELS)}; 0, or 0.00001 to 0.99999 would do"
+            )
+
+
+def warmup_ends(config: Config, _: Surroundings) -> Iterator[str]:
+    train = config.train
+    if train.num_warmup_steps > train.steps:
+        yield (
+            f"--warmup-steps {train.num_warmup_steps} is more than --steps {train.steps}: the "
+            f"learning rate would not reach its peak; --warmup-steps {train.steps} or less would do"
+        )
+
+
+def batch_divides(config: Config, _: Surroundings) -> Iterator[str]:
+    batch, micro, dp = config.train.global_batch_size, config.train.micro_batch_size, config.dp
+    unit = dp * (micro or 1)
+    if batch % unit:
+        factors = f"dp={dp}" + (f" x --micro-batch-size {micro} = {unit}" if micro else "")
+        smaller = []
+        if micro and batch % dp == 0:
+            smaller.append(f"--micro-batch-size {largest_divisor(batch // dp, micro) or 1}")
+        arithmetic = remainder(batch, unit) if batch > unit else f"{batch} < {unit}"
+        yield (
+            f"--global-batch-size {batch} is not a multiple of {factors}: {arithmetic}; "
+            f"{propose('--global-batch-size', near_multiples(batch, unit), *smaller)}"
+        )
+
+
+def every_stage_has_a_microbatch(config: Config, _: Surroundings) -> Iterator[str]:
+    batch, dp, pp = config.train.global_batch_size, config.dp, config.parallel.mesh.pp
+    micro, m = config.micro_batch_size, config.microbatches
+    if batch % (dp * micro) or config.parallel.schedule != "1f1b" or m >= pp:
+        return
+    cures = [f"--global-batch-size {pp * dp * micro}", "--schedule gpipe"]
+    if fitting := largest_divisor(batch // dp, batch // dp // pp):
+        cures.insert(0, f"--micro-batch-size {fitting}")
+    yield (
+        f"--schedule 1f1b needs a microbatch for every stage, but --global-batch-size {batch} / "
+        f"(dp={dp} x micro-batch {micro}) = {m}, fewer than pp={pp}; {join_or(cures)} would do"
+    )
+
+
+def largest_divisor(number: int, limit: int) -> int | None:
+    """The largest divisor of `number` up to `limit`, if one is near."""
+    tried = range(limit, max(0, limit - DIVISORS_TRIED), -1)
+    return next((n for n in tried if number % n == 0), None)
+
+
+def every_stage_has_a_block(config: Config, _: Surroundings) -> Iterator[str]:
+    layers, pp = config.model.layers, config.parallel.mesh.pp
+    if layers < pp:
+        yield (
+            f"--layers {layers} is too few for pp={pp}: each stage takes at least one block; "
+            f"--layers {pp} or pp={layers} would do"
+        )
+
+
+def tp_divides_heads_and_ffn(config: Config, _: Surroundings) -> Iterator[str]:
+    model, tp = config.model, config.parallel.mesh.tp
+    parts = {"--heads": model.heads, "--ffn-width": model.num_ffn}
+    if model.kv_heads is not None:
+        parts["--kv-heads"] = model.kv_heads
+    uneven = [f"{flag} {remainder(size, tp)}" for flag, size in parts.items() if size % tp]
+    if uneven:
+        yield (
+            f"tp={tp} must divide {', '.join(parts)}: {', '.join(uneven)}; "
+            f"tp={join_or(divisors_for_tp(*parts.values()))} would do"
+        )
+
+
+def divisors_for_tp(*sizes: int) -> list[int]:
+    """The numbers of tp ranks that divide every one of the sizes, ascending."""
+    common = math.gcd(*sizes)
+    return [n for n in range(1, min(common, DIVISORS_TRIED) + 1) if common % n == 0]
+
+
+def every_tp_rank_has_vocabulary(config: Config, _: Surroundings) -> Iterator[str]:
+    size, tp = config.model.vocab_size, config.parallel.mesh.tp
+    part = -(-size // tp)
+    if (tp - 1) * part >= size:
+        yield (
+            f"--vocab-size {size} leaves a rank of tp={tp} without token ids: in parts of "
+            f"ceil({size} / {tp}) = {part} they fill {-(-size // part)} of {tp} ranks; "
+            f"{propose('--vocab-size', near_multiples(size, tp), 'a smaller tp')}"
+        )
+
+
+def tp_divides_the_sequence(config: Config, _: Surroundings) -> Iterator[str]:
+    seq_len, tp = config.model.seq_len, config.parallel.mesh.tp
+    if config.parallel.sequence_parallel and seq_len % tp:
+        yield (
+            f"--seq-len {seq_len} is not a multiple of tp={tp}, which sequence parallelism needs: "
+            f"{remainder(seq_len, tp)}; "
+            f"{propose('--seq-len', near_multiples(seq_len, tp), '--no-sequence-parallel')}"
+        )
+
+
+def axes_are_available(config: Config, _: Surroundings) -> Iterator[str]:
+    mesh = config.parallel.mesh
+    for axis, size, idea in (("cp", mesh.cp, "context"), ("ep", mesh.ep, "expert")):
+        if size > 1:
+            yield f"mesh {axis}={size}: {idea} parallelism is not available yet; leave {axis} out"
+
+
+def zero_stage_is_available(config: Config, _: Surroundings) -> Iterator[str]:
+    zero = config.parallel.zero
+    if zero in (1, 2):
+        yield (
+            f"--zero {zero}: ZeRO stage {zero} is not available yet: stages 0 (replicated) and 3 "
+            "(fully sharded) are"
+        )
+
+
+ON_THE_MESH = (
+    Rule(batch_divides, frozenset({"global_batch_size", "micro_batch_size", "mesh"})),
+    Rule(
+        every_stage_has_a_microbatch,
+        frozenset({"global_batch_size", "micro_batch_size", "mesh", "schedule"}),
+    ),
+    Rule(every_stage_has_a_block, frozenset({"layers", "mesh"})),
+    Rule(
+        tp_divides_heads_and_ffn,
+        frozenset({"heads", "kv_heads", "ffn_width", "width", "mlp", "mesh"}),
+    ),
+    Rule(every_tp_rank_has_vocabulary, frozenset({"vocab_size", "mesh"})),
+    Rule(tp_divides_the_sequence, frozenset({"seq_len", "sequence_parallel", "mesh"})),
+)
+
+MODEL_RULES = (
+    Rule(heads_divide_the_width, frozenset({"width", "heads", "positions"})),
+    Rule(kv_heads_divide_the_heads, frozenset({"heads", "kv_heads"})),
+    Rule(dropout_survives_rounding, frozenset({"dropout", "attention_dropout"})),
+    Rule(warmup_ends, frozenset({"warmup_steps", "steps"})),
+    *ON_THE_MESH,
+    Rule(axes_are_available, frozenset({"mesh"})),
+    Rule(zero_stage_is_available, frozenset({"zero"})),
+)
+
+
+def legal_meshes(config: Config, surroundings: Surroundings) -> list[MeshSizes]:
+    """Meshes of the processes started that these settings allow, nearest to the asked one first."""
+
+    def is_legal(mesh: MeshSizes) -> bool:
+        other = replace(config, parallel=replace(config.parallel, mesh=mesh))
+        return not any(text for rule in ON_THE_MESH for text in rule.find(other, surroundings))
+
+    asked = replace(config.parallel.mesh, cp=1, ep=1)
+    return [mesh for mesh in fitting_meshes(surroundings.num_processes, asked) if is_legal(mesh)]

@@ -1,0 +1,292 @@
+"""What to train and how: frozen dataclasses, one field per command-line flag.
+
+Each field carries its help text, unit and legal values in its metadata; `command_line.py` makes the
+flags and `--help` from them, `checks.py` checks the ranges and everything that involves two fields.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; `problems` lists everything that is wrong with it."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = [f"  - {problem}" for problem in problems]
+        super().__init__("\n".join([f"{count} in the configuration:", *lines]))
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field that is also a command-line flag.
+
+    Args:
+        default: the value when the flag is not given; None where another field decides.
+        help: what the value means, for `--help`.
+        metadata: any of unit (text), choices (tuple of legal texts), minimum and maximum
+            (inclusive), above and below (exclusive), metavar (text), follows (text: what decides
+            where the default is None).
+    """
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of the model. The defaults are the preset `tiny`."""
+
+    vocab_size: int = option(256, "vocabulary", unit="token ids", minimum=1)
+    width: int = option(64, "width of the residual stream", unit="elements", minimum=1)
+    heads: int = option(8, "query heads per layer", unit="heads", minimum=1)
+    kv_heads: int | None = option(
+        None,
+        "key and value heads per layer, each shared by heads / kv-heads query heads",
+        unit="heads",
+        minimum=1,
+        follows="heads",
+    )
+    layers: int = option(4, "transformer blocks", unit="blocks", minimum=1)
+    seq_len: int = option(64, "sequence length", unit="tokens", minimum=1)
+    ffn_width: int | None = option(
+        None,
+        "hidden width of the feed-forward part",
+        unit="elements",
+        minimum=1,
+        follows="gelu: 4 x width; swiglu: 8/3 x width rounded up to a multiple of 64",
+    )
+    norm: str = option("layernorm", "normalization", choices=("layernorm", "rmsnorm"))
+    positions: str = option(
+        "learned", "positions: a learned table or rotary", choices=("learned", "rope")
+    )
+    mlp: str = option("gelu", "feed-forward part", choices=("gelu", "swiglu"))
+    bias: bool = option(True, "biases in linear layers and LayerNorm")
+    tied_embeddings: bool = option(True, "one weight for the token embedding and the output head")
+    dropout: float = option(
+        0.0, "dropout after the embedding, attention and feed-forward", minimum=0, below=1
+    )
+    attention_dropout: float | None = option(
+        None, "dropout of attention probabilities", minimum=0, below=1, follows="dropout"
+    )
+    rope_theta: float = option(10000.0, "base of the rotary wavelengths", above=0)
+    norm_eps: float = option(1e-5, "added to the variance in norms", above=0)
+    init_std: float = option(
+        0.02, "standard deviation of initial weights, before the cut by depth", minimum=0
+    )
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def num_ffn(self) -> int:
+        """Hidden width f of the feed-forward part, in elements."""
+        if self.ffn_width is not None:
+            return self.ffn_width
+        if self.mlp == "gelu":
+            return 4 * self.width
+        return -(-8 * self.width // (3 * 64)) * 64
+
+    @property
+    def attention_dropout_rate(self) -> float:
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
+
+    @property
+    def num_block_parameters(self) -> int:
+        """Parameters of one transformer block, in elements."""
+        d, f = self.width, self.num_ffn
+        query, key_value = self.heads * self.head_size, self.num_kv_heads * self.head_size
+        weights = d * (2 * query + 2 * key_value) + d * f * (3 if self.mlp == "swiglu" else 2)
+        biases = (query + 2 * key_value + d) + (f + d) if self.bias else 0
+        return weights + biases + 2 * self._num_norm_parameters
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, in elements; a tied weight counts once."""
+        tables = self.vocab_size * (1 if self.tied_embeddings else 2)
+        if self.positions == "learned":
+            tables += self.seq_len
+        blocks = self.layers * self.num_block_parameters
+        return tables * self.width + blocks + self._num_norm_parameters
+
+    @property
+    def _num_norm_parameters(self) -> int:
+        return self.width * (2 if self.norm == "layernorm" and self.bias else 1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What one optimizer step does, and how many there are."""
+
+    global_batch_size: int = option(
+        64, "sequences in one optimizer step, over all ranks", unit="sequences", minimum=1
+    )
+    micro_batch_size: int | None = option(
+        None,
+        "sequences that one rank computes at once",
+        unit="sequences",
+        minimum=1,
+        follows="what makes 1 microbatch, or with pp stages 2 pp of them, pp where 2 pp does not "
+        "divide the sequences, single sequences where pp does not",
+    )
+    steps: int = option(200, "optimizer steps", unit="steps", minimum=1)
+    lr: float = option(3e-3, "peak learning rate", minimum=0)
+    warmup_steps: int | None = option(
+        None, "steps of linear warm-up", unit="steps", minimum=0, follows="a tenth of steps"
+    )
+    min_lr_ratio: float = option(
+        0.1, "learning rate at the end of the cosine over the peak", minimum=0, maximum=1
+    )
+    weight_decay: float = option(
+        0.1, "weight decay of linear and embedding weights (adamw: decoupled)", minimum=0
+    )
+    clip_grad: float = option(1.0, "largest gradient norm; 0 does not clip", minimum=0)
+    seed: int = option(0, "seed of weights, data order and dropout", minimum=0, maximum=2**63 - 1)
+    optimizer: str = option("adamw", "optimizer", choices=("adamw", "sgd"))
+    momentum: float = option(0.9, "momentum of sgd", minimum=0, below=1)
+    beta1: float = option(0.9, "decay of AdamW's first moment", minimum=0, below=1)
+    beta2: float = option(0.95, "decay of AdamW's second moment", minimum=0, below=1)
+    eps: float = option(1e-8, "added to AdamW's denominator", above=0)
+    dtype: str = option(
+        "float32", "type of weights and arithmetic", choices=("float32", "float64", "bfloat16")
+    )
+    eval_every: int = option(
+        50,
+        "steps between evaluations, the first before step 0 and one more at the end; 0: none",
+        unit="steps",
+        minimum=0,
+    )
+
+    @property
+    def num_warmup_steps(self) -> int:
+        return self.steps // 10 if self.warmup_steps is None else self.warmup_steps
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Requested size of each mesh axis, in ranks; `ep` reuses ranks of dp_shard x cp."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def dp(self) -> int:
+        """Ranks along both data-parallel axes: how many ways the global batch is split."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def __str__(self) -> str:
+        """The text that `parse_mesh` reads back: `2x2x4`, or the named form where needed."""
+        if self.dp_replicate == self.cp == self.ep == 1:
+            return f"{self.tp}x{self.pp}x{self.dp_shard}"
+        sizes = dataclasses.asdict(self)
+        return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks share the work."""
+
+    mesh: MeshSizes = field(
+        default=MeshSizes(),
+        metadata={
+            "help": "TPxPPxDP, for example 8x4x16, or named: tp=8,pp=4,dp=16 (or dp_replicate=4,"
+            "dp_shard=4 in place of dp); one size may be -1: what fills the ranks started",
+            "unit": "ranks",
+            "metavar": "MESH",
+            "follows": "1x1x-1",
+        },
+    )
+    zero: int = option(
+        3,
+        "ZeRO stage over the data-parallel ranks: 0 replicates, 3 shards weights, gradients and "
+        "optimizer state",
+        minimum=0,
+        maximum=3,
+    )
+    schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
+    sequence_parallel: bool = option(True, "shard norms and dropout on tokens over the tp ranks")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where the ranks live, what they read and what they report."""
+
+    world: str = option(
+        "auto",
+        "where the ranks live: processes of torchrun, threads of this process, or auto: threads "
+        "when a mesh of several ranks is started as one process",
+        choices=("auto", "processes", "threads"),
+    )
+    device: str = option(
+        "auto",
+        "device of the ranks; auto takes CUDA where there is any",
+        choices=("auto", "cpu", "cuda"),
+    )
+    timeout: float | None = option(
+        None,
+        "how long a rank waits for the others before the run ends",
+        unit="seconds",
+        above=0,
+        follows="the world decides",
+    )
+    data: tuple[str, ...] = option(
+        ("stdlib",),
+        "text: stdlib (the .py files of Python's own library), or files and folders",
+        metavar="PATH",
+    )
+    check_parity: bool = option(
+        False,
+        "train the single-device reference beside it, print the largest error, exit 1 beyond the "
+        "bound",
+    )
+    metrics: str | None = option(
+        None, "file for one JSON line per step", metavar="FILE", follows="no file"
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that one run needs to know."""
+
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    run: RunConfig = RunConfig()
+
+    @property
+    def dp(self) -> int:
+        """Ranks that the global batch is divided over."""
+        return self.parallel.mesh.dp
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences that one data-parallel rank computes at once."""
+        if self.train.micro_batch_size is not None:
+            return self.train.micro_batch_size
+        per_rank, pp = self.train.global_batch_size // self.dp, self.parallel.mesh.pp
+        wanted = (1,) if pp == 1 else (2 * pp, pp)
+        return max(1, next((per_rank // m for m in wanted if per_rank % m == 0), 1))
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of one step: accumulation steps without pp, the schedule's with it."""
+        return self.train.global_batch_size // (self.dp * self.micro_batch_size)
+
+    def world_kind(self, num_processes: int) -> str:
+        """Where the ranks live, `processes` or `threads`, when `num_processes` were started."""
+        if self.run.world != "auto":
+            return self.run.world
+        alone = num_processes == 1 and self.parallel.mesh.num_ranks > 1
+        return "threads" if alone else "processes"

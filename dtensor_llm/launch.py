@@ -1,0 +1,83 @@
+"""From a command line to running ranks: checks everything first, then opens the world.
+
+    config, data = prepare(argv)            # or exit 2 with one message
+    code = launch(config, main)             # main(world) on every rank
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from dtensor_llm import data as corpus
+from dtensor_llm.checks import Rule, Surroundings
+from dtensor_llm.command_line import parse_command_line
+from dtensor_llm.config import Config, ConfigError
+from dtensor_llm.worlds import WorldError, processes, threads
+
+T = TypeVar("T")
+
+SECONDS_FOR_THREADS = 600.0  # without any communication: a rank of 512 waits for its turn
+
+
+def surroundings() -> Surroundings:
+    """What this process finds itself in."""
+    place = processes.read_place()
+    return Surroundings(
+        num_processes=place.size,
+        local_processes=place.local_size,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        num_cuda=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        first_machine=place.rank < place.local_size,
+    )
+
+
+def check_data(config: Config, _: Surroundings) -> Sequence[str]:
+    return corpus.problems(
+        config.run.data, seq_len=config.model.seq_len, vocab_size=config.model.vocab_size
+    )
+
+
+DATA_RULE = Rule(check_data, frozenset({"data", "seq_len", "vocab_size"}))
+
+
+def prepare(argv: Sequence[str]) -> tuple[Config, corpus.Dataset]:
+    """Read and check a command line, and open the data.
+
+    Whatever is wrong is told in one message, by rank 0, and ends every rank with exit status 2.
+    """
+    try:
+        config = parse_command_line(argv, surroundings(), more_rules=[DATA_RULE])
+    except ConfigError as error:
+        if processes.read_place().rank == 0:
+            print(error, file=sys.stderr)
+        processes.leave(2)
+    return config, load_data(config)
+
+
+def load_data(config: Config) -> corpus.Dataset:
+    """The corpus that the configuration names; one for all threads of a process."""
+    return corpus.load(
+        config.run.data,
+        seq_len=config.model.seq_len,
+        global_batch_size=config.train.global_batch_size,
+        vocab_size=config.model.vocab_size,
+        seed=config.train.seed,
+    )
+
+
+def launch(config: Config, main: Callable[..., T]) -> T:
+    """Run `main(world)` on every rank that lives in this process; returns the first one's result.
+
+    A failure ends the process with status 1 and the first failing rank's traceback.
+    """
+    if config.world_kind(processes.read_place().size) == "processes":
+        return processes.run(main, device=config.run.device, timeout=config.run.timeout)
+    timeout = config.run.timeout or SECONDS_FOR_THREADS
+    try:
+        return threads.run(config.parallel.mesh.num_ranks, main, timeout=timeout)[0]
+    except WorldError as error:
+        print(error, file=sys.stderr)
+        processes.leave(1)

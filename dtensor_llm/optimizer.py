@@ -1,0 +1,121 @@
+"""AdamW or SGD on each rank's own elements, the learning rate, the gradient norm and clipping.
+
+An optimizer step works element by element, so it needs no mesh: torch's optimizer steps on plain
+tensors that share memory with the local parts of the DTensors. That serves any mix of placements
+(the fused and foreach forms refuse parameters of several meshes) and costs no dispatch.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtensor_llm.config import TrainConfig
+from dtensor_llm.model import GPT
+from dtensor_llm.plan import local_tensor
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Of optimizer step 0, 1, ...: linear warm-up, then a cosine down to min_lr_ratio of the peak.
+
+    Paper: Loshchilov and Hutter, SGDR, arXiv 1608.03983, eq. 5, with one period.
+    """
+    warmup = config.num_warmup_steps
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, config.steps - warmup)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+
+
+def is_decayed(name: str) -> bool:
+    """Whether weight decay applies: to matrices, and not to norms and biases."""
+    return name.endswith(".weight") and "norm" not in name
+
+
+class Optimizer:
+    """torch's AdamW or SGD over the local parts of the model's parameters.
+
+    Attributes:
+        weights: {name: parameter}, as the model holds them.
+        shards: {name: the local part, a plain parameter that shares its memory}.
+    """
+
+    def __init__(self, model: GPT, config: TrainConfig) -> None:
+        self.config = config
+        self.weights = model.weights()
+        self.shards = {
+            name: nn.Parameter(local_tensor(weight).detach())
+            for name, weight in self.weights.items()
+        }
+        # A rank may own nothing of a small parameter; the fused kernels do not take empty tensors.
+        owned = {name: shard for name, shard in self.shards.items() if shard.numel() > 0}
+        groups = [
+            {
+                "params": [p for name, p in owned.items() if is_decayed(name) == decayed],
+                "weight_decay": config.weight_decay if decayed else 0.0,
+            }
+            for decayed in (True, False)
+        ]
+        self.torch_optimizer = make_optimizer(groups, config)
+
+    def take_gradients(self) -> None:
+        """Hand each shard the local part of its parameter's gradient, which must be reduced."""
+        for name, weight in self.weights.items():
+            assert weight.grad is not None, f"{name} has no gradient"
+            self.shards[name].grad = local_tensor(weight.grad)
+
+    def step(self, learning_rate: float) -> None:
+        for group in self.torch_optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.torch_optimizer.step()
+
+    def zero_grad(self) -> None:
+        for name, weight in self.weights.items():
+            weight.grad = self.shards[name].grad = None
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """The state of a parameter's local part: exp_avg and exp_avg_sq, or momentum_buffer."""
+        return self.torch_optimizer.state.get(self.shards[name], {})
+
+
+def make_optimizer(
+    groups: list[dict[str, object]], config: TrainConfig
+) -> torch.optim.Optimizer:
+    groups = [group for group in groups if group["params"]]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+
+def counts_here(weight: nn.Parameter, mesh: DeviceMesh) -> bool:
+    """Whether this rank counts its elements of `weight` in a sum over the whole mesh.
+
+    Along an axis that shards the weight every rank counts its own; along every other axis the ranks
+    hold the same elements and the first one counts. Pipeline stages hold different weights.
+    """
+    own = {"pp"}
+    if isinstance(weight, DTensor):
+        axes = zip(weight.device_mesh.mesh_dim_names or (), weight.placements, strict=True)
+        own |= {axis for axis, placement in axes if not placement.is_replicate()}
+    coordinates = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
+    return all(axis in own or coordinate == 0 for axis, coordinate in coordinates)
+
+
+def sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    """In float64, whatever the tensors are."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.nn.utils.get_total_norm(tensors).double().square()
+
+
+def clip_gradients(shards: list[nn.Parameter], largest_norm: float, norm: Tensor) -> None:
+    """Scale the gradients so that `norm`, that of the whole model, is at most `largest_norm`.
+
+    A `largest_norm` of 0 clips nothing. Paper: Pascanu et al., arXiv 1211.5063, algorithm 1.
+    """
+    if largest_norm > 0.0:
+        torch.nn.utils.clip_grads_with_norm_(shards, largest_norm, norm)

@@ -1,0 +1,115 @@
+"""Pipeline parallelism: each rank of the axis holds some of the layers and passes activations on.
+
+The idea in five lines. Cut the model into stages of consecutive blocks. A batch goes through in m
+microbatches, so that while the last stage works on the first of them the first stage can work on
+another. GPipe runs all forwards, then all backwards, and keeps m activations; 1F1B starts a
+microbatch's backward as soon as its forward is done, and keeps at most pp. Both idle (pp-1)/(m+pp-1)
+of the time. Gradients of the microbatches add up; nothing is rescaled.
+
+Papers: Huang et al., GPipe, arXiv 1811.06965, section 2; Narayanan et al., PipeDream-2BW and 1F1B,
+arXiv 2006.09503, section 2, and arXiv 2104.04473, section 2.2. The schedules are torch's.
+
+| what                               | where                                                     |
+|------------------------------------|-----------------------------------------------------------|
+| embeddings                         | stage 0                                                   |
+| block i                            | one stage; counts differ by at most one, more to the first |
+| final norm, head, loss             | stage pp-1                                                |
+| tied embedding                     | stages 0 and pp-1: equal copies, gradients summed         |
+
+Comm, for each microbatch and pair of neighbours: one activation forward, its gradient backward,
+b t d numbers each (t/tp with tokens sharded); tied: the gradient once a step, both ways.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from dtensor_llm.config import ModelConfig
+from dtensor_llm.model import GPT
+from dtensor_llm.plan import local_tensor
+
+SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
+    """The blocks that a stage holds: as even as can be, the first stages one more."""
+    sizes = [num_layers // num_stages + (i < num_layers % num_stages) for i in range(num_stages)]
+    end = list(accumulate(sizes))[stage]
+    return range(end - sizes[stage], end)
+
+
+def build_stage(config: ModelConfig, mesh: DeviceMesh) -> GPT:
+    """This rank's part of the model, on the current default device."""
+    stage, num_stages = mesh.get_local_rank(), mesh.size()
+    return GPT(
+        config,
+        layers_of_stage(config.layers, stage, num_stages),
+        first=stage == 0,
+        last=stage == num_stages - 1,
+    )
+
+
+def make_schedule(
+    name: str,
+    model: GPT,
+    mesh: DeviceMesh,
+    loss_function: Callable[..., Tensor],
+    *,
+    num_microbatches: int,
+    tokens_shape: tuple[int, int],
+    hidden_shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PipelineScheduleSingle:
+    """torch's schedule over this rank's stage.
+
+    `tokens_shape` (b, t) and `hidden_shape` (b, t/tp, d) are those of one local microbatch: knowing
+    them, the stages need not send their shapes to each other first. `loss_function` maps (logits,
+    labels, **loss_kwargs) to a scalar.
+    """
+    tokens = torch.empty(tokens_shape, dtype=torch.int64, device="meta")
+    hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
+    stage = PipelineStage(
+        model,
+        mesh.get_local_rank(),
+        mesh.size(),
+        device,
+        input_args=tokens if model.first else hidden,
+        output_args=hidden,
+        group=mesh.get_group(),
+    )
+    return SCHEDULES[name](stage, num_microbatches, loss_function, scale_grads=False)
+
+
+def sum_tied_gradients(model: GPT, mesh: DeviceMesh) -> None:
+    """Add up the gradients of the two copies of a tied embedding, so that both stages step alike.
+
+    Comm: the local gradient sent and received once between the first and the last stage.
+    """
+    weight = tied_copy(model)
+    if weight is None:
+        return
+    own = local_tensor(weight.grad)
+    other = torch.empty_like(own)
+    peer = mesh.size() - 1 if model.first else 0
+    group = mesh.get_group()
+    exchange = [
+        dist.P2POp(dist.isend, own, group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    own.add_(other)
+
+
+def tied_copy(model: GPT) -> torch.nn.Parameter | None:
+    """The tied weight, on a stage that holds one of two copies of it."""
+    if not model.config.tied_embeddings or model.first == model.last:
+        return None
+    return model.token_embedding.weight if model.first else model.head.weight

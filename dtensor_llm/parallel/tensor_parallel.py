@@ -1,0 +1,108 @@
+"""Tensor parallelism: every matrix multiplication split over the ranks of an axis.
+
+The idea in five lines. Two linears in a row need one exchange, not two: split the first by its
+output (columns of x W^T), do the nonlinearity on each part, split the second by its input (rows),
+and sum the partial results. Attention is the same with whole heads as the parts, since a head
+meets no other head before the output projection. The vocabulary is split too: each rank embeds its
+own rows, and cross-entropy exchanges three numbers a token instead of the logits.
+
+Paper: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3. The functions f and g there are
+`collectives.redistribute` here.
+
+| module                       | weight   | bias      | input          | output                |
+|------------------------------|----------|-----------|----------------|-----------------------|
+| token_embedding              | Shard(0) |           | Replicate      | Partial -> residual   |
+| query, key, value, gate, up  | Shard(0) | Shard(0)  | Replicate      | Shard(2)              |
+| output, down                 | Shard(1) | Replicate | Shard(2)       | Partial -> residual   |
+| head                         | Shard(0) |           | Replicate      | Shard(2), to the loss |
+| norms, positions             | Replicate| Replicate | residual       | residual              |
+
+`residual` is the placement of activations between these: Replicate, or Shard(1) when
+`sequence_parallel` shards tokens there. Comm, for each block, b t d numbers each time: forward two
+all-reduces, backward two (residual Replicate).
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from dtensor_llm.collectives import redistribute
+from dtensor_llm.loss import vocabulary_parallel_cross_entropy
+from dtensor_llm.model import GPT
+from dtensor_llm.plan import Call, ComputesOnLocalTensors, Input, LocalModule, Plan, own_part
+
+
+class RowParallel(ComputesOnLocalTensors):
+    """b t f/tp -> residual: partial sums are reduced, then the bias is added, once."""
+
+    mesh: DeviceMesh
+    residual: Placement
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.local("weight"))  # type: ignore[arg-type] # a weight is not None
+        y = redistribute(y, self.mesh, Partial(), self.residual, self.residual)
+        bias = self.local("bias")
+        return y if bias is None else y + bias
+
+
+class VocabularyParallel(ComputesOnLocalTensors):
+    """Tokens b t -> residual: rows of other ranks count as zero, then the parts are summed."""
+
+    mesh: DeviceMesh
+    residual: Placement
+    first_row: int
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = self.local("weight")  # v/tp d
+        row = tokens - self.first_row
+        own = (row >= 0) & (row < weight.shape[0])
+        y = F.embedding(row.where(own, 0), weight) * own[..., None]  # b t d
+        return redistribute(y, self.mesh, Partial(), self.residual, self.residual)
+
+
+def plan(model: GPT, mesh: DeviceMesh, residual: Placement) -> Plan:
+    """The table above, for what `model` holds, but for its last row."""
+    exits = {"mesh": mesh, "residual": residual}
+    column = LocalModule(Shard(0))
+    row = LocalModule(
+        {"weight": Shard(1), "bias": Replicate()},
+        # With tokens sharded, each rank adds the bias to its own tokens only.
+        gradients={"bias": Partial() if residual.is_shard() else Replicate()},
+        mixin=RowParallel,
+        attributes=exits,
+    )
+    enter = Input(residual, Replicate(), Partial())
+    columns = ["attention.query", "attention.key", "attention.value", "mlp.up"]
+    columns += ["mlp.gate"] if model.config.mlp == "swiglu" else []
+    table: list[tuple[str, ParallelStyle]] = []
+    if model.first:
+        first_row, _ = own_part(model.config.vocab_size, mesh)
+        vocabulary = exits | {"first_row": first_row}
+        embedding = LocalModule(Shard(0), mixin=VocabularyParallel, attributes=vocabulary)
+        table += [("token_embedding", embedding)]
+    table += [("blocks.*.attention", enter), ("blocks.*.mlp", enter)]
+    table += [(f"blocks.*.{name}", column) for name in columns]
+    table += [("blocks.*.attention.output", row), ("blocks.*.mlp.down", row)]
+    table += [("blocks.*.attention.dropout", Call("shard", (0,)))]
+    if model.last:
+        table += [("head", enter), ("head", column)]
+    return table
+
+
+def replicated_plan(model: GPT) -> Plan:
+    """The table's last row where tokens are not sharded: whole weights, equal gradients."""
+    whole = LocalModule(Replicate())
+    return [(name, whole) for name in model.residual_modules()]
+
+
+def loss_function(vocab_size: int, mesh: DeviceMesh) -> Callable[[Tensor, Tensor], Tensor]:
+    """(local logits b t v/tp, labels b t) -> the summed loss, the same on every rank."""
+    first_row, _ = own_part(vocab_size, mesh)
+    group = mesh.get_group()
+    return partial(vocabulary_parallel_cross_entropy, first_row=first_row, group=group)

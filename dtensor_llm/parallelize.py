@@ -1,0 +1,135 @@
+"""Composes the strategies, in the one order that is right.
+
+1. pipeline: build only this rank's stage, on the meta device: no memory yet
+2. tensor and sequence: place each weight on the tp axis
+3. tie: the head takes the embedding's weight again, now a DTensor
+4. data: give memory to block after block, and shard or replicate it over dp
+5. initialize: each rank draws its own elements
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.tensor import Replicate
+
+from dtensor_llm.config import Config
+from dtensor_llm.initialize import initialize
+from dtensor_llm.loss import summed_cross_entropy
+from dtensor_llm.mesh import build_mesh
+from dtensor_llm.model import GPT
+from dtensor_llm.parallel import (
+    data_parallel,
+    pipeline_parallel,
+    sequence_parallel,
+    tensor_parallel,
+    zero,
+)
+from dtensor_llm.plan import apply_plan, materialize
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Parallelized:
+    """What one rank needs to train: its part of the model, and how to run it."""
+
+    config: Config
+    mesh: DeviceMesh
+    device: torch.device
+    model: GPT
+    loss_function: Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> sum over tokens
+    schedule: PipelineScheduleSingle | None  # None without pipeline parallelism
+
+    def active(self, axis: str) -> bool:
+        """Whether the mesh axis has more than one rank."""
+        return self.mesh.size(self.mesh.mesh_dim_names.index(axis)) > 1
+
+    def finalize_gradients(self) -> None:
+        """What is left to reduce once all microbatches are done."""
+        if self.active("tp"):
+            sequence_parallel.reduce_partial_gradients(self.model, self.mesh["tp"])
+        if self.active("pp"):
+            pipeline_parallel.sum_tied_gradients(self.model, self.mesh["pp"])
+
+
+def parallelize(config: Config, device: torch.device) -> Parallelized:
+    """Build this rank's part of the model on the mesh of `config`, with its initial weights.
+
+    Comm: none but the making of process groups.
+    """
+    sizes = config.parallel.mesh
+    mesh = build_mesh(sizes, device.type)
+    with torch.device("meta"):
+        if sizes.pp > 1:
+            model = pipeline_parallel.build_stage(config.model, mesh["pp"])
+        else:
+            model = GPT(config.model)
+    model.to(DTYPES[config.train.dtype])
+    loss_function: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy
+    if sizes.tp > 1:
+        apply_tensor_parallel(config, model, mesh["tp"])
+        loss_function = tensor_parallel.loss_function(config.model.vocab_size, mesh["tp"])
+    model.tie_embeddings()
+    if sizes.dp > 1:
+        strategy = zero if config.parallel.zero == 3 else data_parallel
+        strategy.apply(model, data_mesh(config, mesh), device)
+    materialize(model, device)
+    initialize(model, config.train.seed)
+    schedule = None
+    if sizes.pp > 1:
+        schedule = make_schedule(config, model, mesh["pp"], loss_function, device)
+    return Parallelized(config, mesh, device, model, loss_function, schedule)
+
+
+def data_mesh(config: Config, mesh: DeviceMesh) -> DeviceMesh:
+    """The data-parallel axes: two where sharding is to be hybrid, else one."""
+    if config.parallel.mesh.dp_replicate == 1:
+        return mesh["dp_shard"]
+    both = mesh["dp_replicate", "dp_shard"]
+    return both if config.parallel.zero == 3 else both._flatten("dp")
+
+
+def apply_tensor_parallel(config: Config, model: GPT, mesh: DeviceMesh) -> None:
+    shard_tokens = config.parallel.sequence_parallel
+    residual = sequence_parallel.RESIDUAL if shard_tokens else Replicate()
+    between = sequence_parallel.plan if shard_tokens else tensor_parallel.replicated_plan
+    apply_plan(model, mesh, tensor_parallel.plan(model, mesh, residual))
+    apply_plan(model, mesh, between(model))
+
+
+def make_schedule(
+    config: Config,
+    model: GPT,
+    mesh: DeviceMesh,
+    loss_function: Callable[[Tensor, Tensor], Tensor],
+    device: torch.device,
+) -> PipelineScheduleSingle:
+    b, t, tp = config.micro_batch_size, config.model.seq_len, config.parallel.mesh.tp
+    own_tokens = t // tp if config.parallel.sequence_parallel else t
+    return pipeline_parallel.make_schedule(
+        config.parallel.schedule,
+        model,
+        mesh,
+        partial(normalized, loss_function),
+        num_microbatches=config.microbatches,
+        tokens_shape=(b, t),
+        hidden_shape=(b, own_tokens, config.model.width),
+        dtype=DTYPES[config.train.dtype],
+        device=device,
+    )
+
+
+def normalized(
+    loss_function: Callable[[Tensor, Tensor], Tensor],
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    num_tokens: Tensor,
+) -> Tensor:
+    """The microbatch's part of the loss: its sum over the valid tokens of the global batch."""
+    return loss_function(logits, labels) / num_tokens

@@ -1,0 +1,198 @@
+"""Applies a table {module name pattern: style}, strictly, and the styles every strategy shares.
+
+A style says how one module's parameters are placed on a mesh axis, and turns the module into one
+that computes on their local tensors. `torch.distributed.tensor.parallel.parallelize_module` applies
+it; what we add is that a pattern without a match is an error and not a warning: a misspelt name
+would leave a weight whole on every rank, and the run would go on, wrong.
+
+Why local tensors and not DTensor operations all the way: the reader sees what a rank computes, the
+input is gathered once for the three projections that share it, and no operation pays for dispatch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.placement_types import Placement
+
+from dtensor_llm.collectives import redistribute
+
+Plan = Sequence[tuple[str, ParallelStyle]]  # (module name pattern, style), applied in order
+
+
+class PlanError(ValueError):
+    """The plan names a module or a parameter that the model does not have."""
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether the dotted `name` fits the `pattern`, in which `*` stands for one part."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    """Apply each style of `plan` to every module whose name matches, on the one-axis `mesh`.
+
+    Raises PlanError for a pattern that matches nothing.
+    """
+    names = [name for name, _ in model.named_modules()]
+    lost = [pattern for pattern, _ in plan if not any(matches(name, pattern) for name in names)]
+    if lost:
+        raise PlanError(
+            f"the plan names {', '.join(lost)}, but no module is called so; "
+            f"the model has: {', '.join(name for name in names if name)}"
+        )
+    for pattern, style in plan:
+        parallelize_module(model, mesh, {pattern: style}, src_data_rank=None)
+
+
+def distribute_parameters(
+    module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]
+) -> None:
+    """Replace own parameters of `module` by DTensors; each rank keeps its part, nothing is sent.
+
+    A parameter that the module has as None (a bias that is switched off) is passed over.
+    Raises PlanError for a name the module does not have.
+    """
+    for name, placement in placements.items():
+        if name not in module._parameters:
+            raise PlanError(f"the plan places {name!r}, but {type(module).__name__} has no such")
+        parameter = module._parameters[name]
+        if parameter is not None:
+            part = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+            setattr(module, name, nn.Parameter(part))
+
+
+class ComputesOnLocalTensors:
+    """Mixed in before a module's class: its forward sees its parameters' local tensors.
+
+    `gradient_placements` says what the local gradients are parts of: a replicated weight that meets
+    different tokens on each rank has Partial gradients, to be summed.
+    """
+
+    gradient_placements: Mapping[str, Placement]
+    _parameters: dict[str, Any]
+
+    def local(self, name: str) -> Tensor | None:
+        parameter = self._parameters[name]
+        if parameter is None:
+            return None
+        return parameter.to_local(grad_placements=[self.gradient_placements[name]])
+
+    def forward(self, *args: Any) -> Any:
+        whole = self._parameters
+        self.__dict__["_parameters"] = {name: self.local(name) for name in whole}
+        try:
+            return super().forward(*args)  # type: ignore[misc] # the module's class comes next
+        finally:
+            self.__dict__["_parameters"] = whole
+
+
+@dataclass
+class LocalModule(ParallelStyle):
+    """Place the module's own parameters, and let it compute on their local tensors.
+
+    `parameters` is one placement for all of them, or {name: placement}. `gradients` are the
+    placements of the local gradients where they differ. `mixin` replaces ComputesOnLocalTensors
+    where the forward needs more than that; `attributes` are set on the module for its use.
+    """
+
+    parameters: Placement | Mapping[str, Placement]
+    gradients: Placement | Mapping[str, Placement] | None = None
+    mixin: type[ComputesOnLocalTensors] = ComputesOnLocalTensors
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        names = list(module._parameters)
+        placements = by_name(self.parameters, names)
+        distribute_parameters(module, device_mesh, placements)
+        cls = type(module)
+        module.__class__ = type(f"{self.mixin.__name__}{cls.__name__}", (self.mixin, cls), {})
+        gradients = by_name(self.gradients or {}, names)
+        module.gradient_placements = {**placements, **gradients}  # type: ignore[assignment] # the mixin's
+        for name, value in self.attributes.items():
+            setattr(module, name, value)
+        return module
+
+
+def by_name(
+    placements: Placement | Mapping[str, Placement], names: Sequence[str]
+) -> Mapping[str, Placement]:
+    return dict.fromkeys(names, placements) if isinstance(placements, Placement) else placements
+
+
+@dataclass
+class Input(ParallelStyle):
+    """Redistribute the first argument of the module: see `collectives.redistribute`."""
+
+    before: Placement
+    after: Placement
+    gradient: Placement
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            x = redistribute(args[0], device_mesh, self.before, self.after, self.gradient)
+            return (x, *args[1:])
+
+        module.register_forward_pre_hook(hook)
+        return module
+
+
+@dataclass
+class Call(ParallelStyle):
+    """Tell the module which part it holds: calls its method with the axis' coordinate and size."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        getattr(module, self.method)(
+            *self.arguments, device_mesh.get_local_rank(), device_mesh.size()
+        )
+        return module
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give every parameter on the meta device memory, uninitialized; shared ones stay shared."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(empty_like(parameter, device))
+                module._parameters[name] = made[parameter]
+
+
+def empty_like(x: Tensor, device: torch.device) -> Tensor:
+    if not isinstance(x, DTensor):
+        return torch.empty_like(x, device=device)
+    local = torch.empty_like(x.to_local(), device=device)
+    return DTensor.from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+
+
+def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """(start, length) of this rank's part of a dim of `size` that is sharded over `mesh`."""
+    (length,), (start,) = compute_local_shape_and_global_offset((size,), mesh, [Shard(0)])
+    return start, length
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """The rank's own part of a DTensor, sharing its memory; a plain tensor is its own part."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def local_slice(x: Tensor) -> tuple[slice, ...]:
+    """Where the rank's own part lies in the whole tensor."""
+    if not isinstance(x, DTensor):
+        return tuple(slice(0, size) for size in x.shape)
+    shape, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

@@ -1,0 +1,266 @@
+"""One training step, in the order in which a rank does it, and the loop around it.
+
+A step: count the valid tokens of the global batch; forward and backward over the microbatches, each
+loss divided by that count; reduce what is left to reduce; exchange three numbers (loss, squared
+gradient norm, tokens) over all ranks; clip; step the optimizer on the rank's own elements.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from dtensor_llm.config import Config
+from dtensor_llm.data import Batch, Dataset
+from dtensor_llm.loss import count_valid_tokens
+from dtensor_llm.optimizer import (
+    Optimizer,
+    clip_gradients,
+    counts_here,
+    learning_rate,
+    sum_of_squares,
+)
+from dtensor_llm.parallelize import Parallelized, normalized, parallelize
+from dtensor_llm.worlds import World
+
+DATA_AXES = ("dp_replicate", "dp_shard")  # axes that split the global batch, outermost first
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on: the message names step, rank and parameter."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Numbers of one step, the same on every rank and every mesh."""
+
+    step: int
+    loss: float  # mean over the valid tokens of the global batch
+    num_tokens: int  # valid ones, in the global batch
+    gradient_norm: float  # of the whole model, before clipping
+    learning_rate: float
+
+
+class Trainer:
+    """One rank's training state."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        """Build this rank's part of the model and of the optimizer."""
+        self.config, self.world = config, world
+        self.parallel: Parallelized = parallelize(config, world.device)
+        self.model, self.mesh = self.parallel.model, self.parallel.mesh
+        self.optimizer = Optimizer(self.model, config.train)
+        self.data_groups = [
+            self.mesh.get_group(axis) for axis in DATA_AXES if self.parallel.active(axis)
+        ]
+        size = config.train.global_batch_size // config.dp
+        self.samples = slice(self.data_rank() * size, (self.data_rank() + 1) * size)
+        self.reports_loss = self.model.last and self.mesh.get_local_rank("tp") == 0
+
+    def data_rank(self) -> int:
+        """Which part of the global batch this rank computes."""
+        rank = 0
+        for axis in DATA_AXES:
+            group = self.mesh.get_group(axis)
+            rank = rank * group.size() + group.rank()
+        return rank
+
+    def step(self, step: int, tokens: Tensor, labels: Tensor) -> StepResult:
+        """Train on this rank's part (b t) of the global batch: `compute_gradients` and `update`."""
+        result = self.compute_gradients(step, tokens, labels)
+        self.update(result)
+        return result
+
+    def compute_gradients(self, step: int, tokens: Tensor, labels: Tensor) -> StepResult:
+        """Forward, backward and every reduction; the gradients are those of the global batch.
+
+        Raises TrainingError, on every rank, where loss or gradient are not finite.
+        """
+        self.optimizer.zero_grad()
+        self.model.train()
+        self.model.set_dropout(seed=self.config.train.seed, step=step)
+        tokens, labels = tokens.to(self.world.device), labels.to(self.world.device)
+        num_tokens = count_valid_tokens(labels, self.data_groups)
+        loss = self.forward_backward(tokens, labels, num_tokens.clamp(min=1))
+        self.parallel.finalize_gradients()
+        self.optimizer.take_gradients()
+        loss, squares = self.sum_over_ranks(loss, self.own_sum_of_squares())
+        result = StepResult(
+            step,
+            loss.item(),
+            int(num_tokens.item()),
+            squares.sqrt().item(),
+            learning_rate(self.config.train, step),
+        )
+        if not (math.isfinite(result.loss) and math.isfinite(result.gradient_norm)):
+            raise TrainingError(self.describe_non_finite(result))
+        return result
+
+    def update(self, result: StepResult) -> None:
+        """Clip and step; a global batch without a valid token changes nothing."""
+        if result.num_tokens == 0:
+            return
+        norm = torch.tensor(result.gradient_norm, dtype=torch.float64, device=self.world.device)
+        shards = list(self.optimizer.shards.values())
+        clip_gradients(shards, self.config.train.clip_grad, norm)
+        self.optimizer.step(result.learning_rate)
+
+    def forward_backward(self, tokens: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
+        """Accumulate the gradients of this rank's sequences; returns its part of the loss."""
+        samples = torch.arange(self.samples.start, self.samples.stop, device=tokens.device)
+        schedule = self.parallel.schedule
+        if schedule is not None:
+            losses: list[Tensor] = []
+            schedule.step(
+                *([tokens] if self.model.first else []),
+                samples=samples,
+                target=labels if self.model.last else None,
+                losses=losses,
+                return_outputs=False,
+                loss_kwargs={"num_tokens": num_tokens},
+            )
+            return torch.stack(losses).sum().detach() if losses else torch.zeros(())
+        total = torch.zeros((), device=tokens.device)
+        m = self.config.microbatches
+        parts = zip(tokens.chunk(m), labels.chunk(m), samples.chunk(m), strict=True)
+        for index, (x, y, places) in enumerate(parts):
+            self.choose_reduction(is_last=index == m - 1)
+            logits = self.model(x, places)
+            loss = normalized(self.parallel.loss_function, logits, y, num_tokens=num_tokens)
+            loss.backward()
+            total = total + loss.detach()
+        return total
+
+    def choose_reduction(self, *, is_last: bool) -> None:
+        """Replicated weights reduce their gradients once a step, sharded ones every microbatch."""
+        if isinstance(self.model, FSDPModule) and self.config.parallel.zero == 0:
+            self.model.set_requires_gradient_sync(is_last)
+
+    def own_sum_of_squares(self) -> Tensor:
+        """Of the gradient elements that this rank is the one to count."""
+        return sum_of_squares(
+            [
+                shard.grad
+                for name, shard in self.optimizer.shards.items()
+                if self.counts_here(name) and shard.grad is not None
+            ]
+        )
+
+    def counts_here(self, name: str) -> bool:
+        """Whether the parameter's local elements enter sums over all ranks from here."""
+        is_second_copy = name == "token_embedding.weight" and not self.model.first
+        return not is_second_copy and counts_here(self.optimizer.weights[name], self.mesh)
+
+    def sum_over_ranks(self, loss: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss, counted) summed over the ranks that report them.
+
+        Comm: one all-reduce of two float64 over all ranks.
+        """
+        device = self.world.device
+        own_loss = loss.to(device, torch.float64) * float(self.reports_loss)
+        sums = torch.stack([own_loss, counted.to(device, torch.float64)])
+        if self.world.size > 1:
+            dist.all_reduce(sums)
+        return sums[0], sums[1]
+
+    def describe_non_finite(self, result: StepResult) -> str:
+        """Every rank calls it; the message names the first rank and parameter.
+
+        Comm: all-gather of one string a rank.
+        """
+        own = next(
+            (
+                name
+                for name, shard in self.optimizer.shards.items()
+                if shard.grad is not None and not shard.grad.isfinite().all()
+            ),
+            None,
+        )
+        names: list[str | None] = [None] * self.world.size
+        dist.all_gather_object(names, own)
+        found = [f"rank {rank}, gradient of {name}" for rank, name in enumerate(names) if name]
+        return (
+            f"step {result.step}: loss {result.loss}, gradient norm {result.gradient_norm}; "
+            f"not finite first on {found[0] if found else 'no single gradient'}; "
+            "the weights are those of the step before"
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch]) -> tuple[float, int]:
+        """(mean loss, number of tokens) over the valid tokens of all batches.
+
+        `batches` are this rank's parts of batches that have the global batch size.
+        """
+        self.model.eval()
+        device = self.world.device
+        one = torch.ones((), device=device)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        count = torch.zeros((), dtype=torch.float64, device=device)
+        for batch in batches:
+            labels = batch.labels.to(device)
+            total += self.forward_only(batch.tokens.to(device), labels, one).double()
+            count += count_valid_tokens(labels)
+        total, count = self.sum_over_ranks(total, count * float(self.reports_loss))
+        return (total / count.clamp(min=1)).item(), int(count.item())
+
+    def forward_only(self, tokens: Tensor, labels: Tensor, one: Tensor) -> Tensor:
+        """The summed loss of this rank's sequences (0 on all but the last stage)."""
+        samples = torch.arange(self.samples.start, self.samples.stop, device=tokens.device)
+        schedule = self.parallel.schedule
+        if schedule is not None:
+            losses: list[Tensor] = []
+            schedule.eval(
+                *([tokens] if self.model.first else []),
+                samples=samples,
+                target=labels if self.model.last else None,
+                losses=losses,
+                return_outputs=False,
+                loss_kwargs={"num_tokens": one},
+            )
+            return torch.stack(losses).sum() if losses else torch.zeros_like(one)
+        m = self.config.microbatches
+        parts = zip(tokens.chunk(m), labels.chunk(m), samples.chunk(m), strict=True)
+        losses = [self.parallel.loss_function(self.model(x, p), y) for x, y, p in parts]
+        return torch.stack(losses).sum()
+
+
+def train(
+    trainer: Trainer,
+    data: Dataset,
+    *,
+    on_step: Callable[[StepResult], None],
+    on_evaluation: Callable[[int, float, int], None],
+    on_gradients: Callable[[StepResult], None] | None = None,
+) -> None:
+    """Train for `config.train.steps` steps; evaluate first, every `eval_every` steps, and last.
+
+    A run of fewer steps than `eval_every` does not evaluate.
+
+    Called on every rank: `on_gradients(result)` between backward and update, `on_step(result)` after
+    it, `on_evaluation(steps done, loss, tokens)`.
+    """
+    config = trainer.config.train
+
+    evaluates = 0 < config.eval_every <= config.steps
+
+    def evaluate(steps_done: int) -> None:
+        batches = data.evaluation_batches(
+            config.global_batch_size, trainer.samples, config.eval_samples or None
+        )
+        on_evaluation(steps_done, *trainer.evaluate(batches))
+
+    for step in range(config.steps):
+        if evaluates and step % config.eval_every == 0:
+            evaluate(step)
+        batch = data.batch(step, trainer.samples)
+        result = trainer.compute_gradients(step, batch.tokens, batch.labels)
+        if on_gradients is not None:
+            on_gradients(result)
+        trainer.update(result)
+        on_step(result)
+    if evaluates:
+        evaluate(config.steps)

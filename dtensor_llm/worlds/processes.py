@@ -1,0 +1,113 @@
+"""The processes world: this process is one rank, started by torchrun or alone.
+
+torchrun tells each process its place through environment variables; a process started alone is a
+world of one, without a network. Ranks talk through gloo on CPUs and NCCL on GPUs. When a rank
+fails, the first to fail prints its traceback and all of them leave.
+"""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dtensor_llm.worlds import World, is_torchrun
+from dtensor_llm.worlds.processes_rank import Place, close_world, open_world
+from dtensor_llm.worlds.processes_spawn import spawn
+
+__all__ = ["leave", "run", "spawn"]
+
+T = TypeVar("T")
+
+_START = timedelta(minutes=10)
+
+
+def run(main: Callable[[World], T], *, device: str = "auto", timeout: float | None = None) -> T:
+    """Run main on the one rank that this process is.
+
+    With other ranks, a failure of main ends this process: the first failing rank prints its
+    traceback, the exit status is 1. Alone, the exception passes through.
+
+    Args:
+        main: called with this rank's World.
+        device: "cpu", "cuda" or "auto" (cuda where there is one).
+        timeout: seconds that a collective may take; None is 60 on a CPU and 600 on a GPU.
+
+    Returns:
+        What main returned.
+
+    Raises:
+        ValueError: the device is not there.
+    """
+    place = read_place()
+    kind = _choose_device(device, place)
+    store: dist.Store = dist.HashStore()
+    if is_torchrun():
+        store, _, _ = next(dist.rendezvous("env://", timeout=_START))
+    try:
+        world = open_world(place, kind, timeout, store)
+        result = main(world)
+        close_world()
+        return result
+    except BaseException as error:
+        if place.size > 1:
+            _fail(place, store, error)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End this process; every rank of a script has to end through here.
+
+    A plain exit leaves gloo's threads behind in the interpreter's last moments, where some abort.
+
+    Args:
+        code: exit status; 0 waits for the other ranks first.
+
+    Comm: a barrier, when the process group is still there and code is 0.
+    """
+    if code == 0 and dist.is_initialized():
+        close_world()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def read_place() -> Place:
+    """This process among those that the launcher started; a world of one without a launcher."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    return Place(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+
+def _choose_device(device: str, place: Place) -> torch.device:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or (device == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if device not in ("auto", "cuda"):
+        raise ValueError(f"device {device!r} is not one of auto, cpu, cuda")
+    if place.local_rank >= gpus:
+        raise ValueError(
+            f"local rank {place.local_rank} needs a GPU of its own, but this machine has {gpus}: "
+            f"start at most {gpus} processes on it, or use the CPU"
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+def _fail(place: Place, store: dist.Store, error: BaseException) -> NoReturn:
+    """Leave after a failure; only the first rank to fail says why."""
+    if isinstance(error, SystemExit):
+        leave(error.code if isinstance(error.code, int) else 1)
+    first = False
+    with contextlib.suppress(RuntimeError):  # the store ends with the rank that keeps it
+        first = store.add("failures", 1) == 1
+    if first:
+        trace = "".join(traceback.format_exception(error))
+        print(f"rank {place.rank} of {place.size} failed:\n{trace}", file=sys.stderr)
+    leave(1)

@@ -1,0 +1,136 @@
+"""Worlds of fresh processes on this machine, for tests: no launcher and no ports."""
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dtensor_llm.worlds import World, WorldError
+from dtensor_llm.worlds.processes_rank import Place, close_world, open_world
+
+T = TypeVar("T")
+
+_PRELOAD = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a failed rank reports; the exception is None when it cannot be pickled."""
+
+    trace: str
+    exception: BaseException | None
+
+
+def spawn(size: int, main: Callable[[World], T], *, timeout: float = 60.0) -> list[T]:
+    """Run main on every rank of a new world of CPU processes; no process is left behind.
+
+    The processes come from a server that has imported torch already, so a world starts fast.
+
+    Args:
+        size: number of ranks.
+        main: a function of a module (it is pickled), called once per rank with its World.
+        timeout: seconds until all ranks must have ended; also the collectives' limit.
+
+    Returns:
+        What main returned, by rank; it is pickled.
+
+    Raises:
+        WorldError: a rank raised (its exception is __cause__), died, or did not end in time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    ranks: list[tuple[ForkServerProcess, connection.Connection]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        try:
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                arguments = (theirs, Place(rank, size, rank, size), store, main, timeout)
+                process = context.Process(target=_be_rank, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                ranks.append((process, ours))
+            return _collect(ranks, timeout)
+        finally:
+            for process, ours in ranks:
+                process.kill()
+                ours.close()
+            for process, _ in ranks:
+                process.join()
+
+
+def _be_rank(
+    parent: connection.Connection,
+    place: Place,
+    path: str,
+    main: Callable[[World], Any],
+    timeout: float,
+) -> None:
+    """The life of a spawned rank: report one result, then wait for the parent to let it go."""
+    report: Any
+    try:
+        store = dist.FileStore(path, place.size)
+        world = open_world(place, torch.device("cpu"), timeout, store)
+        report = main(world)
+        close_world()
+    except BaseException as error:
+        report = _Failure("".join(traceback.format_exception(error)), _picklable(error))
+    parent.send(report)
+    # A rank that ended here and now would break the others' connections, and they would report
+    # that in place of the failure.
+    parent.poll(None)
+    os._exit(0)
+
+
+def _picklable(error: BaseException) -> BaseException | None:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
+    return error
+
+
+def _collect(
+    ranks: list[tuple[ForkServerProcess, connection.Connection]], timeout: float
+) -> list[Any]:
+    """Wait for every rank's result.
+
+    Raises:
+        WorldError: at the first failure.
+    """
+    results: dict[int, Any] = {}
+    rank_of = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
+    deadline = time.monotonic() + timeout
+    while len(results) < len(ranks):
+        waiting = [pipe for pipe, rank in rank_of.items() if rank not in results]
+        ready = connection.wait(waiting, deadline - time.monotonic())
+        if not ready:
+            missing = [rank for rank in range(len(ranks)) if rank not in results]
+            raise WorldError(f"ranks {missing} did not end within {timeout:g} s", missing[0])
+        for pipe in ready:
+            assert isinstance(pipe, connection.Connection)
+            rank = rank_of[pipe]
+            results[rank] = _receive(rank, pipe, ranks[rank][0])
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _receive(rank: int, pipe: connection.Connection, process: ForkServerProcess) -> Any:
+    try:
+        report = pipe.recv()
+    except EOFError:
+        process.join()
+        raise WorldError(f"rank {rank} died with exit status {process.exitcode}", rank) from None
+    if isinstance(report, _Failure):
+        raise WorldError(f"rank {rank} failed:\n{report.trace}", rank) from report.exception
+    return report

@@ -1,0 +1,154 @@
+"""Which ranks of a threads world may run, what the others wait for, and how they all end.
+
+At most `runnable` ranks hold a token. A rank gives its token back for as long as it waits, and
+sleeps on a lock of its own: a wake-up costs one thread switch, however many ranks wait. So when
+no rank holds a token and none is ready for one, no rank will ever move again: that is a deadlock,
+known exactly and at once.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+
+class Aborted(BaseException):
+    """Unwinds a rank after another one failed; no `except Exception` of the program stops it."""
+
+
+class DeadlockError(RuntimeError):
+    """Every unfinished rank waits for something that cannot come any more."""
+
+
+class Event:
+    """Something that happens once. Ranks may wait for it; `describe` says what it is."""
+
+    __slots__ = ("describe", "done", "waiters")
+
+    def __init__(self, describe: Callable[[], str], done: bool = False) -> None:
+        self.describe = describe
+        self.done = done
+        self.waiters: list[int] = []
+
+
+class Scheduler:
+    """Hands run tokens to the ranks of one world.
+
+    Attributes:
+        lock: guards this object and everything the ranks meet through (groups, mailboxes).
+        failure: (rank or None, exception) of the first failure, None while all is well.
+        progress: a number that grows with every wait and every wake-up.
+        running: the ranks that hold a token.
+    """
+
+    def __init__(self, size: int, runnable: int) -> None:
+        self.lock = threading.Lock()
+        self.failure: tuple[int | None, BaseException] | None = None
+        self.progress = 0
+        self.running: set[int] = set()
+        self.finished = threading.Event()
+        self._runnable = runnable
+        self._unfinished = size
+        self._ready = deque(range(size))
+        self._waiting: dict[int, Event] = {}
+        self._wakes = [threading.Lock() for _ in range(size)]
+        for wake in self._wakes:
+            wake.acquire()
+
+    def start(self) -> None:
+        """Give the first ranks their tokens; their threads must exist."""
+        with self.lock:
+            self._grant()
+
+    def enter(self, rank: int) -> None:
+        """Wait for this rank's first token."""
+        self._sleep(rank)
+
+    def leave(self, rank: int) -> None:
+        """This rank is done and gives its token back for good."""
+        with self.lock:
+            self._unfinished -= 1
+            if self._unfinished == 0:
+                self.finished.set()
+            elif self.failure is None:
+                self._give_back(rank)
+
+    def wait(self, rank: int, event: Event) -> None:
+        """Return when the event has happened; others run meanwhile.
+
+        Raises:
+            Aborted: the world has failed.
+        """
+        with self.lock:
+            self.check()
+            if event.done:
+                return
+            event.waiters.append(rank)
+            self._waiting[rank] = event
+            self._give_back(rank)
+        self._sleep(rank)
+
+    def fire(self, event: Event) -> None:
+        """The event has happened: its waiters become ready."""
+        with self.lock:
+            event.done = True
+            for rank in event.waiters:
+                if self._waiting.pop(rank, None) is not None:
+                    self._ready.append(rank)
+            event.waiters.clear()
+            if self.failure is None:
+                self._grant()
+
+    def check(self) -> None:
+        """Raise Aborted if the world has failed."""
+        if self.failure is not None:
+            raise Aborted
+
+    def fail(self, rank: int | None, exception: BaseException) -> None:
+        """End the world: the first failure counts, every sleeping rank wakes up to leave."""
+        with self.lock:
+            self._fail(rank, exception)
+
+    def _fail(self, rank: int | None, exception: BaseException) -> None:
+        if self.failure is not None:
+            return
+        self.failure = (rank, exception)
+        for sleeper in (*self._ready, *self._waiting):
+            self._wakes[sleeper].release()
+        self._ready.clear()
+        self._waiting.clear()
+
+    def _sleep(self, rank: int) -> None:
+        self._wakes[rank].acquire()
+        self.check()
+
+    def _give_back(self, rank: int) -> None:
+        self.running.discard(rank)
+        self._grant()
+        if not self.running and self._waiting:
+            self._fail(None, DeadlockError(self._describe_waits()))
+
+    def _grant(self) -> None:
+        self.progress += 1
+        while self._ready and len(self.running) < self._runnable:
+            rank = self._ready.popleft()
+            self.running.add(rank)
+            self._wakes[rank].release()
+
+    def _describe_waits(self) -> str:
+        ranks_by_wait: dict[str, list[int]] = {}
+        for rank, event in sorted(self._waiting.items()):
+            ranks_by_wait.setdefault(event.describe(), []).append(rank)
+        lines = [f"{name_ranks(ranks)} wait for {what}" for what, ranks in ranks_by_wait.items()]
+        return "deadlock, no rank can go on:\n" + "\n".join(lines)
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """Sorted ranks in words, runs shortened: "rank 3", "ranks 0-2, 7"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -1,0 +1,506 @@
+"""Command lines that cannot run, each with every problem that must be reported, word for word."""
+
+from dtensor_llm.checks import Surroundings
+
+GIB = 2**30
+ALONE = Surroundings()
+TOO_LONG = "x" * 256  # file systems take names of 255 bytes
+
+
+def processes(count: int) -> Surroundings:
+    return Surroundings(num_processes=count, local_processes=count)
+
+
+BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
+    (
+        ALONE,
+        "--mesh 8by4",
+        [
+            "--mesh 8by4: not TPxPPxDP (tensor x pipeline x data), for example 2x2x2, nor "
+            "named sizes, for example tp=2,pp=2,dp=2",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh",
+        [
+            "--mesh without a value: not TPxPPxDP (tensor x pipeline x data), for example "
+            "2x2x2, nor named sizes, for example tp=2,pp=2,dp=2",
+        ],
+    ),
+    (ALONE, "--mesh 2x0x2", ["--mesh 2x0x2: pp=0 must be at least 1, or -1 to fill the ranks"]),
+    (
+        ALONE,
+        "--mesh 2x1x-1",
+        [
+            "--mesh 2x1x-1: dp=-1 fills the ranks, but tp=2 x pp=1 = 2 does not divide 1; with "
+            "one process started, give every size",
+        ],
+    ),
+    (
+        processes(8),
+        "--mesh 3x1x-1",
+        [
+            "--mesh 3x1x-1: dp=-1 fills the ranks, but tp=3 x pp=1 = 3 does not divide 8; "
+            "4x1x2, 2x1x4 or 2x2x2 would fit",
+        ],
+    ),
+    (ALONE, "--mesh cp=2", ["mesh cp=2: context parallelism is not available yet; leave cp out"]),
+    (
+        ALONE,
+        "--mesh dp=4,ep=2",
+        [
+            "mesh ep=2: expert parallelism is not available yet; leave ep out",
+        ],
+    ),
+    (
+        processes(6),
+        "--mesh 2x2x2",
+        [
+            "mesh tp=2 x pp=2 x dp=2 = 8 ranks, but 6 were started; 1x3x2 or 2x3x1 would fit",
+        ],
+    ),
+    (
+        processes(8),
+        "--mesh 2x1x2",
+        [
+            "mesh tp=2 x pp=1 x dp=2 = 4 ranks, but 8 were started; 2x1x4, 2x2x2 or 4x1x2 "
+            "would fit",
+        ],
+    ),
+    (
+        processes(7),
+        "--mesh 2x2x2",
+        [
+            "mesh tp=2 x pp=2 x dp=2 = 8 ranks, but 7 were started; no mesh of 7 ranks fits "
+            "these settings",
+        ],
+    ),
+    (
+        processes(2),
+        "--mesh tp=2,cp=2",
+        [
+            "mesh cp=2: context parallelism is not available yet; leave cp out",
+            "mesh tp=2 x pp=1 x dp=1 x cp=2 = 4 ranks, but 2 were started; 2x1x1, 1x1x2 or "
+            "1x2x1 would fit",
+        ],
+    ),
+    (
+        ALONE,
+        "--world processes --mesh 2x2x2",
+        [
+            "mesh tp=2 x pp=2 x dp=2 = 8 ranks, but 1 process was started; start 8 with "
+            "torchrun --nproc-per-node, or leave --world out to run the ranks as threads",
+        ],
+    ),
+    (
+        processes(8),
+        "--world threads --mesh 2x2x2",
+        [
+            "--world threads runs every rank in one process, but 8 were started; start one, or "
+            "leave --world out",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x1x2048 --global-batch-size 2048",
+        [
+            "mesh 1x1x2048 = 2048 ranks is more than the threads of one process can run: at "
+            "most 1024, which take turns on this machine's cores; a smaller mesh, or torchrun "
+            "with a process per rank would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--device cuda",
+        [
+            "--device cuda takes a CUDA device for each process: 1 run on this machine, and "
+            "torch sees 0; --device cpu would do",
+        ],
+    ),
+    (
+        Surroundings(num_processes=8, local_processes=8, num_cuda=2),
+        "--device cuda",
+        [
+            "--device cuda takes a CUDA device for each process: 8 run on this machine, and "
+            "torch sees 2; at most 2 processes a machine or --device cpu would do",
+        ],
+    ),
+    (
+        Surroundings(num_processes=8, local_processes=8, num_cuda=4),
+        "--mesh 2x2x2",
+        [
+            "--device auto takes a CUDA device for each process: 8 run on this machine, and "
+            "torch sees 4; at most 4 processes a machine or --device cpu would do",
+        ],
+    ),
+    (
+        Surroundings(num_cuda=8),
+        "--mesh 2x2x2 --device cuda",
+        [
+            "--device cuda: ranks that are threads compute on the CPU; start a process per "
+            "device with torchrun --nproc-per-node, or --device cpu would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--model gpt2-xxl",
+        [
+            "--model gpt2-xxl: must be tiny, gpt2, gpt2-xl, gpt3-175b, llama3-8b, llama3-70b "
+            "or llama3-405b; did you mean gpt2-xl?",
+        ],
+    ),
+    (
+        Surroundings(memory_bytes=16 * GIB),
+        "--model llama3-405b --global-batch-size 1",
+        [
+            "memory: the run takes at least 7,256.5 GiB: weights, gradients and optimizer "
+            "405,853,388,800 x 4 x 4 bytes = 6,047.7 GiB, activations 1,208.8 GiB; this "
+            "machine has 16.0 GiB; a smaller --model would fit",
+        ],
+    ),
+    (
+        Surroundings(memory_bytes=1 * GIB),
+        "--model gpt2 --global-batch-size 1",
+        [
+            "memory: the run takes at least 2.6 GiB: weights, gradients and optimizer "
+            "124,439,808 x 4 x 4 bytes = 1.9 GiB, activations 0.8 GiB; this machine has 1.0 "
+            "GiB; --layers 1 would fit",
+        ],
+    ),
+    (
+        Surroundings(memory_bytes=2 * GIB),
+        "--model gpt2 --global-batch-size 8 --micro-batch-size 4 --optimizer sgd",
+        [
+            "memory: the run takes at least 4.4 GiB: weights, gradients and optimizer "
+            "124,439,808 x 3 x 4 bytes = 1.4 GiB, activations 3.0 GiB; this machine has 2.0 "
+            "GiB; --layers 2 would fit",
+        ],
+    ),
+    (
+        Surroundings(memory_bytes=4 * GIB),
+        "--model gpt2 --global-batch-size 8 --check-parity",
+        [
+            "memory: the run takes at least 9.7 GiB: weights, gradients and optimizer "
+            "124,439,808 x 4 x 4 bytes x 2 copies = 3.7 GiB, activations 6.0 GiB; this machine "
+            "has 4.0 GiB; --layers 2 would fit",
+        ],
+    ),
+    (
+        Surroundings(memory_bytes=8 * GIB),
+        "--model gpt2 --global-batch-size 8 --mesh 1x1x8 --zero 0",
+        [
+            "memory: the run takes at least 20.9 GiB: weights, gradients and optimizer "
+            "124,439,808 x 4 x 4 bytes x 8 copies = 14.8 GiB, activations 6.0 GiB; this "
+            "machine has 8.0 GiB; --zero 3 or --layers 1 would fit",
+        ],
+    ),
+    (
+        Surroundings(num_processes=8, local_processes=4, memory_bytes=3 * GIB),
+        "--model gpt2 --global-batch-size 8 --dtype float64",
+        [
+            "memory: the run takes at least 15.8 GiB: weights, gradients and optimizer "
+            "124,439,808 x 4 x 8 bytes = 3.7 GiB, activations 12.1 GiB; 1/2 of that on this "
+            "machine, which has 3.0 GiB; --layers 1 would fit",
+        ],
+    ),
+    (
+        Surroundings(memory_bytes=16 * GIB),
+        "--layers 1000000000000 --width 1000000000000 --heads 1",
+        [
+            "memory: the run takes at least 1.8e+29 GiB: weights, gradients and optimizer "
+            "12,000,000,000,013,000,000,000,322,000,000,000,000 x 4 x 4 bytes = 1.8e+29 GiB, "
+            "activations 2.4e+20 GiB; this machine has 16.0 GiB; a smaller --model would fit",
+        ],
+    ),
+    (ALONE, "--layers four", ["--layers four: must be a whole number of at least 1 (blocks)"]),
+    (ALONE, "--layers 4.0", ["--layers 4.0: must be a whole number of at least 1 (blocks)"]),
+    (ALONE, "--layers -3", ["--layers -3: must be a whole number of at least 1 (blocks)"]),
+    (ALONE, "--width 1e3", ["--width 1e3: must be a whole number of at least 1 (elements)"]),
+    (
+        ALONE,
+        "--width 100000000000000000000",
+        [
+            "--width 100000000000000000000: does not fit 64 bits; must be a whole number of at "
+            "least 1 (elements)",
+        ],
+    ),
+    (ALONE, "--steps", ["--steps without a value: must be a whole number of at least 1 (steps)"]),
+    (ALONE, "--steps 0", ["--steps 0: must be a whole number of at least 1 (steps)"]),
+    (ALONE, "--vocab-size 0", ["--vocab-size 0: must be a whole number of at least 1 (token ids)"]),
+    (ALONE, "--lr nan", ["--lr nan: must be a finite number of at least 0"]),
+    (ALONE, "--lr inf", ["--lr inf: must be a finite number of at least 0"]),
+    (ALONE, "--lr -1e-3", ["--lr -0.001: must be a finite number of at least 0"]),
+    (ALONE, "--weight-decay -0.1", ["--weight-decay -0.1: must be a finite number of at least 0"]),
+    (ALONE, "--clip-grad nan", ["--clip-grad nan: must be a finite number of at least 0"]),
+    (
+        ALONE,
+        "--min-lr-ratio 1.5",
+        [
+            "--min-lr-ratio 1.5: must be a finite number of at least 0 and at most 1",
+        ],
+    ),
+    (ALONE, "--beta1 1", ["--beta1 1.0: must be a finite number of at least 0 and below 1"]),
+    (ALONE, "--eps 0", ["--eps 0.0: must be a finite number above 0"]),
+    (ALONE, "--momentum 2", ["--momentum 2.0: must be a finite number of at least 0 and below 1"]),
+    (
+        ALONE,
+        "--seed -1",
+        [
+            "--seed -1: must be a whole number of at least 0 and at most 9223372036854775807",
+        ],
+    ),
+    (
+        ALONE,
+        "--seed 9223372036854775808",
+        [
+            "--seed 9223372036854775808: does not fit 64 bits; must be a whole number of at "
+            "least 0 and at most 9223372036854775807",
+        ],
+    ),
+    (
+        ALONE,
+        "--warmup-steps 201",
+        [
+            "--warmup-steps 201 is more than --steps 200: the learning rate would not reach "
+            "its peak; --warmup-steps 200 or less would do",
+        ],
+    ),
+    (ALONE, "--eval-every -1", ["--eval-every -1: must be a whole number of at least 0 (steps)"]),
+    (ALONE, "--timeout 0", ["--timeout 0.0: must be a finite number above 0 (seconds)"]),
+    (ALONE, "--dropout 1", ["--dropout 1.0: must be a finite number of at least 0 and below 1"]),
+    (
+        ALONE,
+        "--dropout 0.999999",
+        [
+            "--dropout 0.999999: masks are drawn with 16 bits, and 0.999999 x 65536 rounds to "
+            "65536; 0, or 0.00001 to 0.99999 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--attention-dropout 0.000001",
+        [
+            "--attention-dropout 1e-06: masks are drawn with 16 bits, and 1e-06 x 65536 rounds "
+            "to 0; 0, or 0.00001 to 0.99999 would do",
+        ],
+    ),
+    (ALONE, "--schedule 1f1", ["--schedule 1f1: must be gpipe or 1f1b; did you mean 1f1b?"]),
+    (ALONE, "--schedule zbv", ["--schedule zbv: must be gpipe or 1f1b"]),
+    (ALONE, "--dtype fp32", ["--dtype fp32: must be float32, float64 or bfloat16"]),
+    (ALONE, "--optimizer adam", ["--optimizer adam: must be adamw or sgd; did you mean adamw?"]),
+    (ALONE, "--norm batchnorm", ["--norm batchnorm: must be layernorm or rmsnorm"]),
+    (ALONE, "--positions alibi", ["--positions alibi: must be learned or rope"]),
+    (ALONE, "--mlp relu", ["--mlp relu: must be gelu or swiglu; did you mean gelu?"]),
+    (
+        ALONE,
+        "--world thread",
+        [
+            "--world thread: must be auto, processes or threads; did you mean threads?",
+        ],
+    ),
+    (ALONE, "--zero 4", ["--zero 4: must be a whole number of at least 0 and at most 3"]),
+    (
+        ALONE,
+        "--zero 1",
+        [
+            "--zero 1: ZeRO stage 1 is not available yet: stages 0 (replicated) and 3 (fully "
+            "sharded) are",
+        ],
+    ),
+    (
+        ALONE,
+        "--width 100",
+        [
+            "--width 100 is not a multiple of --heads 8: 100 / 8 leaves 4; --width 96, 104 or "
+            "--heads 5 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--positions rope --width 72",
+        [
+            "--positions rope turns pairs of elements, but the head size is odd: --width 72 / "
+            "--heads 8 = 9; --width 64 or 80 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--kv-heads 3",
+        [
+            "--heads 8 is not a multiple of --kv-heads 3: 8 / 3 leaves 2; --heads 6, 9 or "
+            "--kv-heads 2 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 3x1x1 --seq-len 66",
+        [
+            "tp=3 must divide --heads, --ffn-width: --heads 8 / 3 leaves 2, --ffn-width 256 / "
+            "3 leaves 1; tp=1, 2, 4 or 8 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 4x1x1 --kv-heads 2",
+        [
+            "tp=4 must divide --heads, --ffn-width, --kv-heads: --kv-heads 2 / 4 leaves 2; "
+            "tp=1 or 2 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 8x1x1 --ffn-width 100",
+        [
+            "tp=8 must divide --heads, --ffn-width: --ffn-width 100 / 8 leaves 4; tp=1, 2 or 4 "
+            "would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 4x1x1 --vocab-size 5",
+        [
+            "--vocab-size 5 leaves a rank of tp=4 without token ids: in parts of ceil(5 / 4) = "
+            "2 they fill 3 of 4 ranks; --vocab-size 4, 8 or a smaller tp would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 2x1x1 --vocab-size 1",
+        [
+            "--vocab-size 1 leaves a rank of tp=2 without token ids: in parts of ceil(1 / 2) = "
+            "1 they fill 1 of 2 ranks; --vocab-size 2 or a smaller tp would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 2x1x1 --seq-len 9",
+        [
+            "--seq-len 9 is not a multiple of tp=2, which sequence parallelism needs: 9 / 2 "
+            "leaves 1; --seq-len 8, 10 or --no-sequence-parallel would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x8x1",
+        [
+            "--layers 4 is too few for pp=8: each stage takes at least one block; --layers 8 "
+            "or pp=4 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x1x3",
+        [
+            "--global-batch-size 64 is not a multiple of dp=3: 64 / 3 leaves 1; "
+            "--global-batch-size 63 or 66 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x1x128",
+        [
+            "--global-batch-size 64 is not a multiple of dp=128: 64 < 128; --global-batch-size "
+            "128 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x1x2 --micro-batch-size 5",
+        [
+            "--global-batch-size 64 is not a multiple of dp=2 x --micro-batch-size 5 = 10: 64 "
+            "/ 10 leaves 4; --global-batch-size 60, 70 or --micro-batch-size 4 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--micro-batch-size 128",
+        [
+            "--global-batch-size 64 is not a multiple of dp=1 x --micro-batch-size 128 = 128: "
+            "64 < 128; --global-batch-size 128 or --micro-batch-size 64 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x4x2 --micro-batch-size 16",
+        [
+            "--schedule 1f1b needs a microbatch for every stage, but --global-batch-size 64 / "
+            "(dp=2 x micro-batch 16) = 2, fewer than pp=4; --micro-batch-size 8, "
+            "--global-batch-size 128 or --schedule gpipe would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x4x4 --global-batch-size 8",
+        [
+            "--schedule 1f1b needs a microbatch for every stage, but --global-batch-size 8 / "
+            "(dp=4 x micro-batch 1) = 2, fewer than pp=4; --global-batch-size 16 or --schedule "
+            "gpipe would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--global-batch-size 1000000000000000 --mesh 1x3x1 --micro-batch-size 500000000000000",
+        [
+            "--schedule 1f1b needs a microbatch for every stage, but --global-batch-size "
+            "1000000000000000 / (dp=1 x micro-batch 500000000000000) = 2, fewer than pp=3; "
+            "--global-batch-size 1500000000000000 or --schedule gpipe would do",
+        ],
+    ),
+    (ALONE, "--metrics /", ["--metrics / is a folder; --metrics /metrics.jsonl would do"]),
+    (
+        ALONE,
+        "--metrics no-such-folder/run.jsonl",
+        [
+            "--metrics no-such-folder/run.jsonl: there is no folder no-such-folder; create it "
+            "first",
+        ],
+    ),
+    (
+        ALONE,
+        "--metrics /dev/null/run.jsonl",
+        [
+            "--metrics /dev/null/run.jsonl: there is no folder /dev/null; create it first",
+        ],
+    ),
+    (
+        ALONE,
+        f"--metrics {TOO_LONG}",
+        [f"--metrics {TOO_LONG} cannot be written: File name too long; another file would do"],
+    ),
+    (ALONE, "--metrics", ["--metrics without a value: must be a FILE"]),
+    (ALONE, "--data", ["--data without a value: must be one or more PATHs"]),
+    (ALONE, "--laeyrs 8", ["--laeyrs is not a flag; did you mean --layers?"]),
+    (ALONE, "hello", ["hello is not the value of any flag"]),
+    (ALONE, "--bias true", ["true is not the value of any flag"]),
+    (ALONE, "--bias=3", ["3 is not the value of any flag"]),
+    (
+        ALONE,
+        "--heads 6 --lr nan --schedule zbv --mesh 2x2x2 --layers four --global-batch-size 63 "
+        "--metrics no-such-folder/run.jsonl --stepz 3",
+        [
+            "--stepz is not a flag; did you mean --steps?",
+            "--layers four: must be a whole number of at least 1 (blocks)",
+            "--lr nan: must be a finite number of at least 0",
+            "--schedule zbv: must be gpipe or 1f1b",
+            "--width 64 is not a multiple of --heads 6: 64 / 6 leaves 4; --width 60, 66 or "
+            "--heads 4 would do",
+            "--global-batch-size 63 is not a multiple of dp=2: 63 / 2 leaves 1; "
+            "--global-batch-size 62 or 64 would do",
+            "--metrics no-such-folder/run.jsonl: there is no folder no-such-folder; create it "
+            "first",
+        ],
+    ),
+    (
+        ALONE,
+        "--model llama-8b --mesh 64x64x1 --steps 0",
+        [
+            "--model llama-8b: must be tiny, gpt2, gpt2-xl, gpt3-175b, llama3-8b, llama3-70b "
+            "or llama3-405b; did you mean llama3-8b?",
+            "--steps 0: must be a whole number of at least 1 (steps)",
+            "mesh 64x64x1 = 4096 ranks is more than the threads of one process can run: at "
+            "most 1024, which take turns on this machine's cores; a smaller mesh, or torchrun "
+            "with a process per rank would do",
+        ],
+    ),
+]

@@ -1,0 +1,1 @@
+"""Every strategy on one device: plain tensors, a Python loop over the ranks. Start at README.md."""

@@ -1,0 +1,149 @@
+"""Sequence parallelism: between the linears of tensor parallelism each rank keeps its own tokens.
+
+1. Tensor parallelism leaves norms, dropout and residuals whole: tp ranks do the same work on, and
+   store, the same b t d activations.
+2. All of these treat each token by itself, so cut them by tokens: t/tp for each rank.
+3. Before a column-parallel linear, all-gather the tokens; after a row-parallel one, reduce-scatter
+   the partial sums. An all-reduce is these two in a row, so not a byte more is sent.
+4. The price: a norm's weight now meets only the rank's tokens, so each rank has a PARTIAL gradient.
+   It must be summed over tp, and so must that of every bias and position used on the shards.
+
+Paper: Korthikanti et al., "Reducing activation recomputation", arXiv 2205.05198, section 4.2.2.
+
+    activation                           under tensor parallelism   here
+    residual, norm and dropout           whole                      tokens t/tp
+    input of column-parallel linears     whole                      whole (all-gathered)
+    heads, hidden units, logits          part of the width          part of the width
+
+    weight gradients                     norms, biases of attention.output and mlp.down, positions:
+                                         partial, summed on tp; all others as before
+
+    all-gather, reduce-scatter of b t d on tp     forward: 2 a layer + 1 of each
+                                                  backward: the same, each the other's transpose
+    all-reduce of d on tp                         one for each weight of the partial kind, per step
+"""
+
+import torch
+from torch import Tensor
+
+from reference.model import (
+    Dropout,
+    Model,
+    ModelOptions,
+    attention_heads,
+    drop,
+    mlp_hidden,
+    norm,
+    num_valid,
+)
+from reference.tensor_parallel import (
+    Ranks,
+    embedding_parts,
+    head,
+    join_gradients,
+    loss_sum,
+    row_parallel_parts,
+    split_weights,
+)
+from reference.training import Gradients
+
+
+def loss_and_gradients(
+    model: Model, tokens: Tensor, labels: Tensor, dropout: Dropout | None = None, *, tp: int
+) -> tuple[float, Gradients]:
+    """The mean loss and the gradients of the whole weights, computed by tp ranks.
+
+    Args:
+        model: whole weights; tp must divide query heads, key/value heads and ffn width.
+        tokens: b t; tp must divide t.
+        labels: b t, -100 ignored.
+        dropout: None in evaluation.
+        tp: number of ranks.
+
+    Raises:
+        ValueError: tp does not divide the tokens, or a rank would get nothing of the vocabulary.
+    """
+    if tokens.shape[1] % tp:
+        raise ValueError(f"{tokens.shape[1]} tokens cannot be cut into {tp} equal parts")
+    ranks = split_weights(model, tp)
+    shards = embed(ranks, tokens, model.options, dropout)
+    for index in range(model.options.layers):
+        shards = block(ranks, index, shards, model.options, dropout)
+    shards = norms(ranks, "final_norm", shards, model.options)
+    logits = head(ranks, all_gather(shards), model.options)
+    loss = loss_sum(logits, labels) / max(1, num_valid(labels))
+    loss.backward()
+    return loss.item(), join_gradients(ranks, model)
+
+
+def all_gather(shards: list[Tensor]) -> list[Tensor]:
+    """Token shards (b t/tp d) to the whole (b t d) on every rank. Backward: reduce-scatter."""
+    return [torch.cat(shards, dim=1)] * len(shards)
+
+
+def reduce_scatter(partial: list[Tensor]) -> list[Tensor]:
+    """Partial sums (b t d) to sums of the rank's tokens (b t/tp d). Backward: all-gather."""
+    return list(torch.stack(partial).sum(dim=0).chunk(len(partial), dim=1))
+
+
+def embed(
+    ranks: Ranks, tokens: Tensor, options: ModelOptions, dropout: Dropout | None
+) -> list[Tensor]:
+    tp = len(ranks)
+    shards = reduce_scatter(embedding_parts(ranks, tokens))
+    if options.positions == "learned":
+        positions = [
+            own["position_embedding.weight"][: tokens.shape[1]].chunk(tp)[rank]
+            for rank, own in enumerate(ranks)
+        ]
+        shards = [x + position for x, position in zip(shards, positions, strict=True)]
+    return [
+        drop(x, "embedding_dropout", options.dropout, dropout, part=(rank, tp))
+        for rank, x in enumerate(shards)
+    ]
+
+
+def block(
+    ranks: Ranks, index: int, shards: list[Tensor], options: ModelOptions, dropout: Dropout | None
+) -> list[Tensor]:
+    tp, name = len(ranks), f"blocks.{index}"
+    whole = all_gather(norms(ranks, f"{name}.attention_norm", shards, options))
+    heads = [
+        attention_heads(own, f"{name}.attention", x, options, dropout, part=(rank, tp))
+        for rank, (own, x) in enumerate(zip(ranks, whole, strict=True))
+    ]  # b t (h k)/tp
+    ys = row_parallel(ranks, f"{name}.attention.output", heads)
+    shards = add_dropped(shards, ys, f"{name}.attention_residual_dropout", options, dropout)
+    whole = all_gather(norms(ranks, f"{name}.mlp_norm", shards, options))
+    hidden = [
+        mlp_hidden(own, f"{name}.mlp", x, options) for own, x in zip(ranks, whole, strict=True)
+    ]  # b t f/tp
+    ys = row_parallel(ranks, f"{name}.mlp.down", hidden)
+    return add_dropped(shards, ys, f"{name}.mlp_residual_dropout", options, dropout)
+
+
+def norms(ranks: Ranks, name: str, shards: list[Tensor], options: ModelOptions) -> list[Tensor]:
+    """Each rank norms its own tokens with its own copy of the weight."""
+    return [norm(own, name, x, options) for own, x in zip(ranks, shards, strict=True)]
+
+
+def row_parallel(ranks: Ranks, name: str, parts: list[Tensor]) -> list[Tensor]:
+    """A linear on inputs cut over the ranks; each rank adds its copy of the bias to its tokens."""
+    shards = reduce_scatter(row_parallel_parts(ranks, name, parts))  # b t/tp d
+    if f"{name}.bias" not in ranks[0]:
+        return shards
+    return [y + own[f"{name}.bias"] for own, y in zip(ranks, shards, strict=True)]
+
+
+def add_dropped(
+    shards: list[Tensor],
+    ys: list[Tensor],
+    site: str,
+    options: ModelOptions,
+    dropout: Dropout | None,
+) -> list[Tensor]:
+    """The residual connection; each rank uses its tokens' part of the one global mask."""
+    return [
+        x + drop(y, site, options.dropout, dropout, part=(rank, len(shards)))
+        for rank, (x, y) in enumerate(zip(shards, ys, strict=True))
+    ]

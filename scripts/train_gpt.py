@@ -1,0 +1,68 @@
+"""Train a GPT on any tensor x pipeline x data mesh: torchrun scripts/train_gpt.py --mesh 8x4x16."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from dtensor_llm.config import Config
+from dtensor_llm.data import Dataset
+from dtensor_llm.launch import launch, prepare
+from dtensor_llm.metrics import Reporter
+from dtensor_llm.parity import ParityCheck, Report, Run, needs_control
+from dtensor_llm.train import Trainer, train
+from dtensor_llm.worlds import World, processes
+
+
+def main() -> int:
+    config, data = prepare(sys.argv[1:])
+    return launch(config, lambda world: run_rank(config, data, world))
+
+
+def run_rank(config: Config, data: Dataset, world: World) -> int:
+    with Reporter(config, world, sys.stdout) as reporter:
+        reporter.on_start(data)
+        trainer = Trainer(config, world)
+        parity = ParityCheck(trainer)
+        train(
+            trainer,
+            data,
+            on_gradients=parity.on_gradients if config.run.check_parity else None,
+            on_step=reporter.on_step,
+            on_evaluation=reporter.on_evaluation,
+        )
+        if not config.run.check_parity:
+            return 0
+        report = compare_with_reference(config, data, parity)
+        reporter.line(str(report))
+        return 0 if report.passed else 1
+
+
+def compare_with_reference(config: Config, data: Dataset, parity: ParityCheck) -> Report:
+    world = parity.trainer.world
+    reference = world.share(lambda: reference_run(config, data))
+    control = None
+    if needs_control(config.train):
+        control = world.share(lambda: reference_run(config, data, reverse=True))
+    return parity.compare(reference, control)
+
+
+def reference_run(config: Config, data: Dataset, *, reverse: bool = False) -> Run:
+    """The same training on one device, by the code of the repository's folder reference/."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from reference.training import train as train_reference
+
+    model, training = dataclasses.asdict(config.model), dataclasses.asdict(config.train)
+    training["warmup_steps"] = config.train.num_warmup_steps
+    batches = [data.batch(step) for step in range(config.train.steps)]
+    pieces = config.train.global_batch_size if reverse else 1
+    return train_reference(
+        model,
+        training,
+        [(batch.tokens, batch.labels) for batch in batches],
+        microbatches=pieces,
+        reverse=reverse,
+    )
+
+
+if __name__ == "__main__":
+    processes.leave(main())
