@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 
@@ -70,15 +70,15 @@ def move(x: Tensor, group: dist.ProcessGroup, before: Placement, after: Placemen
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
-    if before.is_partial() and after.is_shard():
-        parts = torch.stack(x.chunk(group.size(), after.dim))
-        own = torch.empty_like(parts[0])
+    if before.is_partial() and isinstance(after, Shard):
+        parts = torch.cat(x.chunk(group.size(), after.dim))  # one after another along dim 0
+        own = parts.new_empty(parts.shape[0] // group.size(), *parts.shape[1:])
         dist.reduce_scatter_single(own, parts, group=group)
         return own
-    assert before.is_shard() and after.is_replicate(), f"{before} to {after} is not in the table"
-    parts = x.new_empty(group.size(), *x.shape)
+    assert isinstance(before, Shard) and after.is_replicate(), f"{before} to {after} is not in the table"
+    parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     dist.all_gather_single(parts, x.contiguous(), group=group)
-    return torch.cat(parts.unbind(), dim=before.dim)
+    return torch.cat(parts.chunk(group.size()), dim=before.dim)
 
 
 def reduce_by_summing(model: nn.Module) -> None:

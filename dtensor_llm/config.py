@@ -156,8 +156,14 @@ class TrainConfig:
     )
     eval_every: int = option(
         50,
-        "steps between evaluations, the first before step 0 and one more at the end; 0: none",
+        "steps between evaluations, the first before training; 0, or more than --steps: none",
         unit="steps",
+        minimum=0,
+    )
+    eval_samples: int = option(
+        1024,
+        "validation sequences of an evaluation, spread evenly over all there are; 0 takes all",
+        unit="sequences",
         minimum=0,
     )
 

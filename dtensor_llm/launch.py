@@ -1,7 +1,7 @@
 """From a command line to running ranks: checks everything first, then opens the world.
 
-    config, data = prepare(argv)            # or exit 2 with one message
-    code = launch(config, main)             # main(world) on every rank
+config, data = prepare(argv)            # or exit 2 with one message
+code = launch(config, main)             # main(world) on every rank
 """
 
 import os

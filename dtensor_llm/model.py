@@ -245,5 +245,3 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, Dropout):
                 module.seed, module.step = seed, step
-
-

@@ -81,9 +81,7 @@ class Optimizer:
         return self.torch_optimizer.state.get(self.shards[name], {})
 
 
-def make_optimizer(
-    groups: list[dict[str, object]], config: TrainConfig
-) -> torch.optim.Optimizer:
+def make_optimizer(groups: list[dict[str, object]], config: TrainConfig) -> torch.optim.Optimizer:
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)

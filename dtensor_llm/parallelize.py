@@ -47,7 +47,7 @@ class Parallelized:
 
     def active(self, axis: str) -> bool:
         """Whether the mesh axis has more than one rank."""
-        return self.mesh.size(self.mesh.mesh_dim_names.index(axis)) > 1
+        return self.mesh[axis].size() > 1
 
     def finalize_gradients(self) -> None:
         """What is left to reduce once all microbatches are done."""

@@ -9,17 +9,19 @@ with f = 1e-3 for gradients and moments and f = 1 for weights, where Adam multip
 lr/eps. The floor is for tensors whose true gradient is zero, such as the bias of a key projection.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor
 
-from dtensor_llm.config import TrainConfig
+from dtensor_llm.config import Config, TrainConfig
+from dtensor_llm.data import Batch
 from dtensor_llm.plan import local_slice
 from dtensor_llm.train import StepResult, Trainer
 
@@ -31,13 +33,24 @@ FLOORS = {"gradient": 1e-3, "weight": 1.0, "exp_avg": 1e-3, "exp_avg_sq": 1e-3, 
 class Run(Protocol):
     """What the reference (or a control) has recorded; tensors are whole."""
 
-    losses: Sequence[float]
-    gradient_norms: Sequence[float]
-    gradients: Mapping[str, Tensor]  # of the first step, before clipping
-    weights: Mapping[str, Tensor]  # after the last step
-    exp_avg: Mapping[str, Tensor]
-    exp_avg_sq: Mapping[str, Tensor]
-    momentum: Mapping[str, Tensor]
+    @property
+    def losses(self) -> Sequence[float]: ...
+    @property
+    def gradient_norms(self) -> Sequence[float]: ...
+    @property
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Of the first step, before clipping."""
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """After the last step, and so the optimizer state."""
+
+    @property
+    def exp_avg(self) -> Mapping[str, Tensor]: ...
+    @property
+    def exp_avg_sq(self) -> Mapping[str, Tensor]: ...
+    @property
+    def momentum(self) -> Mapping[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,13 @@ class Report:
     def __str__(self) -> str:
         table = tabulate(
             [
-                (r.quantity, r.worst, f"{r.error:.2e}", f"{r.bound:.2e}", "ok" if r.passed else "FAIL")
+                (
+                    r.quantity,
+                    r.worst,
+                    f"{r.error:.2e}",
+                    f"{r.bound:.2e}",
+                    "ok" if r.passed else "FAIL",
+                )
                 for r in self.rows
             ],
             headers=("quantity", "worst", "error", "bound", "verdict"),
@@ -79,7 +98,9 @@ class Report:
         )
         failed = [f"{row.quantity} of {row.worst}" for row in self.rows if not row.passed]
         verdict = f"DIFFERS from the reference: {', '.join(failed)}" if failed else "equal"
-        return f"{table}\nlargest error {self.largest.error:.2e} ({self.largest.quantity}): {verdict}"
+        return (
+            f"{table}\nlargest error {self.largest.error:.2e} ({self.largest.quantity}): {verdict}"
+        )
 
 
 class ParityCheck:
@@ -95,7 +116,9 @@ class ParityCheck:
         self.results.append(result)
         if len(self.results) == 1:
             shards = self.trainer.optimizer.shards
-            self.gradients = {name: shard.grad.clone() for name, shard in shards.items()}
+            self.gradients = {
+                name: shard.grad.clone() for name, shard in shards.items() if shard.grad is not None
+            }
 
     def compare(self, reference: Run, control: Run | None = None) -> Report:
         """Errors against `reference`; bounds from the contract, or from `control` where it is given.
@@ -149,6 +172,24 @@ class ParityCheck:
         missing = [name for name, difference in found.items() if difference < 0]
         assert not missing, f"no rank holds the {quantity} of {missing}"
         return relative_errors(quantity, found, whole)
+
+
+def reference_arguments(
+    config: Config, batches: Sequence[Batch], *, reverse: bool = False
+) -> dict[str, Any]:
+    """Keyword arguments for `reference.training.train`, which shares no types with this library.
+
+    `batches` are whole global batches, one for each step. With `reverse`, the control: as many
+    microbatches as sequences, taken from last to first.
+    """
+    training = dataclasses.asdict(config.train) | {"warmup_steps": config.train.num_warmup_steps}
+    return {
+        "model": dataclasses.asdict(config.model),
+        "training": training,
+        "batches": [(batch.tokens, batch.labels) for batch in batches],
+        "microbatches": config.train.global_batch_size if reverse else 1,
+        "reverse": reverse,
+    }
 
 
 def needs_control(config: TrainConfig) -> bool:

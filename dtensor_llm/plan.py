@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
@@ -80,15 +79,16 @@ class ComputesOnLocalTensors:
     gradient_placements: Mapping[str, Placement]
     _parameters: dict[str, Any]
 
-    def local(self, name: str) -> Tensor | None:
-        parameter = self._parameters[name]
-        if parameter is None:
-            return None
-        return parameter.to_local(grad_placements=[self.gradient_placements[name]])
+    def local(self, name: str) -> Tensor:
+        placements = [self.gradient_placements[name]]
+        return self._parameters[name].to_local(grad_placements=placements)
 
     def forward(self, *args: Any) -> Any:
         whole = self._parameters
-        self.__dict__["_parameters"] = {name: self.local(name) for name in whole}
+        self.__dict__["_parameters"] = {
+            name: None if parameter is None else self.local(name)
+            for name, parameter in whole.items()
+        }
         try:
             return super().forward(*args)  # type: ignore[misc] # the module's class comes next
         finally:
@@ -179,20 +179,37 @@ def empty_like(x: Tensor, device: torch.device) -> Tensor:
     )
 
 
-def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """(start, length) of this rank's part of a dim of `size` that is sharded over `mesh`."""
-    (length,), (start,) = compute_local_shape_and_global_offset((size,), mesh, [Shard(0)])
-    return start, length
-
-
 def local_tensor(x: Tensor) -> Tensor:
     """The rank's own part of a DTensor, sharing its memory; a plain tensor is its own part."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def local_slice(x: Tensor) -> tuple[slice, ...]:
-    """Where the rank's own part lies in the whole tensor."""
-    if not isinstance(x, DTensor):
-        return tuple(slice(0, size) for size in x.shape)
-    shape, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    """Where the rank's own part lies in the whole tensor.
+
+    Innermost axis first: tp divides a weight, then `fully_shard` divides what tp has left (torch
+    2.13's compute_local_shape_and_global_offset gets that wrong on the last ranks where neither
+    division is even, as for 257 rows on tp 2 x dp 4).
+    """
+    parts = [(0, size) for size in x.shape]
+    if isinstance(x, DTensor):
+        for axis in reversed(range(x.device_mesh.ndim)):
+            placement, mesh = x.placements[axis], x.device_mesh
+            if not placement.is_replicate():
+                dim = placement.dim  # type: ignore[attr-defined] # Shard's and _StridedShard's
+                start, length = parts[dim]
+                own = chunk(length, mesh.get_local_rank(axis), mesh.size(axis))
+                parts[dim] = (start + own[0], own[1])
+    return tuple(slice(start, start + length) for start, length in parts)
+
+
+def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """(start, length) of this rank's part of a dim of `size` that is sharded over `mesh`."""
+    return chunk(size, mesh.get_local_rank(), mesh.size())
+
+
+def chunk(size: int, index: int, count: int) -> tuple[int, int]:
+    """(start, length) of one of `count` parts, as `torch.chunk` and DTensor cut: the last smaller."""
+    largest = -(-size // count)
+    start = min(index * largest, size)
+    return start, min(largest, size - start)

@@ -85,7 +85,7 @@ class Setting:
     def _is_in_range(self, value: float) -> bool:
         limits = self.metadata
         return (
-            -math.inf < value < math.inf
+            math.isfinite(value)
             and value >= limits.get("minimum", value)
             and value <= limits.get("maximum", value)
             and ("above" not in limits or value > limits["above"])

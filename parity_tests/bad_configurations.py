@@ -226,6 +226,14 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         ],
     ),
     (ALONE, "--steps", ["--steps without a value: must be a whole number of at least 1 (steps)"]),
+    (
+        ALONE,
+        "--steps --layers 0",
+        [
+            "--steps without a value: must be a whole number of at least 1 (steps)",
+            "--layers 0: must be a whole number of at least 1 (blocks)",
+        ],
+    ),
     (ALONE, "--steps 0", ["--steps 0: must be a whole number of at least 1 (steps)"]),
     (ALONE, "--vocab-size 0", ["--vocab-size 0: must be a whole number of at least 1 (token ids)"]),
     (ALONE, "--lr nan", ["--lr nan: must be a finite number of at least 0"]),

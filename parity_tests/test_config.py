@@ -83,13 +83,13 @@ def test_table_reaches_every_rule() -> None:
     assert reached == {rule.find.__name__ for rule in RULES}
 
 
-OTHER_VALUES = {
-    int: 3,
-    float: 0.25,
-    bool: True,
-    str: "x",
-    tuple: ("x",),
-    MeshSizes: MeshSizes(tp=2),
+SOME_VALUES = {
+    int: (1, 3),
+    float: (0.0, 0.25),
+    bool: (True, False),
+    str: ("x",),
+    tuple: (("x",),),
+    MeshSizes: (MeshSizes(), MeshSizes(tp=2)),
 }
 
 
@@ -100,8 +100,7 @@ def test_verdict_of_a_rule_depends_on_what_it_reads_alone(rule: Rule) -> None:
         config = config_of(line, surroundings)
         verdict = any(rule.find(config, surroundings))
         for setting in unread:
-            choices = setting.metadata.get("choices", ())
-            for value in (OTHER_VALUES[setting.kind], setting.default, *choices):
+            for value in setting.metadata.get("choices", SOME_VALUES[setting.kind]):
                 section = getattr(config, setting.section)
                 changed = dataclasses.replace(section, **{setting.name: value})
                 other = dataclasses.replace(config, **{setting.section: changed})

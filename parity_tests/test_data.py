@@ -1,26 +1,24 @@
-"""Data: the order of samples, the split, evaluation, file formats and every message."""
+"""Data: the order of samples, windows and file formats, the split, evaluation."""
 
 import array
 import json
 import mmap
-import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from dtensor_llm import data
-from dtensor_llm.data import samples, sources
+from dtensor_llm.data import samples
 from dtensor_llm.data.documents import Example
 from dtensor_llm.data.samples import Examples, split_documents, split_examples
-from dtensor_llm.data.sources import FOLDER_SUFFIXES, open_corpus
+from dtensor_llm.data.sources import open_corpus
 
 VOCABULARY = 100_000
 ORDER_OF_SEED_0 = [*(3, 9, 6, 1, 5, 8, 4, 2, 0, 7), *(1, 9, 3, 2, 5, 0, 8, 7, 4, 6)]
@@ -70,12 +68,12 @@ def test_an_epoch_visits_every_sample_once(num_samples: int) -> None:
 
 
 def test_all_permutations_are_equally_likely() -> None:
-    num_epochs = 20 * 720
+    num_epochs = 10 * 720
     seen = Counter(
         tuple(data.shuffled(epoch * 6 + place, 6, seed=1) for place in range(6))
         for epoch in range(num_epochs)
     )
-    chi_square = sum((count - 20) ** 2 / 20 for count in seen.values())
+    chi_square = sum((count - 10) ** 2 / 10 for count in seen.values())
     assert len(seen) == 720
     assert chi_square < 719 + 4 * (2 * 719) ** 0.5  # its mean, and four standard deviations
 
@@ -219,14 +217,14 @@ def test_token_files_keep_every_id_and_are_mapped(
 
 
 @pytest.mark.parametrize("name", ["sparse.bin", "sparse.txt"])
-def test_a_file_beyond_the_memory_is_checked_and_read_in_no_time(tmp_path: Path, name: str) -> None:
+def test_a_file_is_never_read_whole(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     with path.open("wb") as file:
-        file.truncate(2**38)
+        file.truncate(2**39)  # takes no disk, but minutes to read
     start = time.process_time()
-    assert data.problems([str(path)], seq_len=1024, vocab_size=256) == []
-    assert time.process_time() - start < 3
-    assert load(path).batch(10**6).tokens.sum() == 0
+    sparse = load(path, seq_len=1024)
+    assert sparse.batch(10**6).tokens.sum() == 0
+    assert time.process_time() - start < 10
 
 
 def test_windows_cross_files(tmp_path: Path) -> None:
@@ -241,7 +239,7 @@ def test_windows_cross_files(tmp_path: Path) -> None:
 def test_stdlib_is_the_source_of_python_itself() -> None:
     start = time.process_time()
     library = data.load(["stdlib"], seq_len=64, global_batch_size=64, vocab_size=256)
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 4  # 0.3 s on an idle core
     assert len(library.training) > 50_000
     documents = open_corpus(["stdlib"], 256).documents
     names = [document.name for document in documents]
@@ -257,17 +255,18 @@ def test_stdlib_is_the_source_of_python_itself() -> None:
 
 
 def test_only_the_answer_is_learned(tmp_path: Path) -> None:
-    lines = [("ab", "xyz")] * 1 + [(f"q{i}", "a") for i in range(40)]
-    corpus = load(write_examples(tmp_path / "x.jsonl", lines), seq_len=6)
-    sides = [*Examples.of([Example(b"ab", b"xyz")], 6).windows]
-    assert sides == [(Example(b"ab", b"xyz"), 0)]
-    tokens, labels = Examples.of([Example(b"ab", b"xyz")], 6).read(0)
-    assert tokens.tolist() == [*b"abxy", 0, 0]
-    assert labels.tolist() == [-100, *b"xyz", -100, -100]
-    batch = corpus.batch(0)
-    assert batch.tokens.shape == (12, 6)
-    assert ((batch.labels != -100).sum(1) > 0).all()
-    assert corpus.num_split_examples == 0
+    path = write_examples(tmp_path / "x.jsonl", [("ab", f"xy{i}") for i in range(30)])
+    examples = load(path, seq_len=6)
+    for index in range(len(examples.training)):
+        tokens, labels = examples.training.read(index)
+        answer = labels[labels != -100].tolist()
+        assert bytes(answer[:2]) == b"xy"
+        assert tokens.tolist() == [*b"ab", *answer[:-1]] + [0] * (5 - len(answer))
+        assert labels.tolist() == [-100, *answer] + [-100] * (5 - len(answer))
+    assert len(examples.training) + len(examples.validation) == 30
+    assert examples.num_split_examples == 0
+    batch = examples.batch(0)
+    assert batch.tokens.shape == batch.labels.shape == (12, 6)
 
 
 def test_text_of_examples_is_utf8(tmp_path: Path) -> None:
@@ -330,6 +329,15 @@ def test_training_and_validation_share_no_token(numbers: data.Dataset) -> None:
         assert not last_labels & others
 
 
+def test_the_two_sides_tile_every_document(tmp_path: Path) -> None:
+    paths = [write_text(tmp_path / f"{i}.txt", 512 * (1 + i % 5) + i, i) for i in range(99)]
+    documents = open_corpus([str(path) for path in paths], 256).documents
+    runs = [run for side in split_documents(documents) for run in side]
+    for document in documents:
+        own = sorted((run.start, run.stop) for run in runs if run.document is document)
+        assert [0, *(stop for _, stop in own)] == [*(start for start, _ in own), len(document)]
+
+
 @pytest.mark.parametrize("num_bytes", [70_000, 1_000_000, 1_115_394, 3_000_000])
 def test_validation_is_five_to_eight_percent_of_any_file(tmp_path: Path, num_bytes: int) -> None:
     for seed in range(6):
@@ -360,12 +368,11 @@ def test_seed_and_seq_len_do_not_move_the_split(numbers: data.Dataset, tmp_path:
     assert longer < shorter or longer == shorter
 
 
-def test_equal_files_fall_on_the_same_side(tmp_path: Path) -> None:
-    paths = [tmp_path / f"copy {i}.u32.bin" for i in range(3)]
-    for path in paths:
-        write_ids(path, range(9000))
-    sides = load(*paths, seq_len=1)
-    assert not set(all_tokens(sides.training)) & set(all_tokens(sides.validation))
+def test_equal_files_are_split_equally(tmp_path: Path) -> None:
+    paths = [write_text(tmp_path / f"copy {i}.txt", 9000) for i in range(3)]
+    first, *others = [pieces_of(paths, path) for path in paths]
+    assert first["validation"]
+    assert others == [first, first]
 
 
 def test_examples_are_split_by_their_content() -> None:
@@ -453,277 +460,3 @@ def test_evaluation_can_be_limited_to_an_even_choice(numbers: data.Dataset) -> N
         [batch.sample_ids for batch in numbers.evaluation_batches(1, max_samples=10**9)]
     )
     assert everything.tolist() == list(range(total))
-
-
-# ---------------------------------------------------------------- problems
-# Each: the files, the names given, other settings, and all messages. DIR is the test's folder.
-
-RULE = 'a line must be an object {"prompt": text, "answer": text}'
-GOOD_LINE = b'{"prompt": "what", "answer": "that"}\n'
-Files = dict[str, bytes]
-PROBLEMS: dict[str, tuple[Files, list[str], dict[str, int], list[str]]] = {
-    "nothing": ({}, [], {}, ["data: nothing is named; give --data stdlib, a file or a folder"]),
-    "empty name": (
-        {},
-        [""],
-        {},
-        ["data '': the name is empty; give --data stdlib, a file or a folder"],
-    ),
-    "missing": (
-        {},
-        ["DIR/no.txt"],
-        {},
-        ["data DIR/no.txt: no such file or folder in CWD; give stdlib, a file or a folder"],
-    ),
-    "name too long": (
-        {},
-        ["DIR/" + "x" * 300],
-        {},
-        ["data DIR/" + "x" * 300 + ": cannot be read: File name too long"],
-    ),
-    "empty": ({"a.txt": b""}, ["DIR/a.txt"], {}, ["data DIR/a.txt: the file is empty (0 bytes)"]),
-    "empty tokens": (
-        {"a.bin": b""},
-        ["DIR/a.bin"],
-        {},
-        ["data DIR/a.bin: the file is empty (0 bytes)"],
-    ),
-    "no line": (
-        {"a.jsonl": b"\n \n"},
-        ["DIR/a.jsonl"],
-        {},
-        ["data DIR/a.jsonl: the file is empty (it has no line with an example)"],
-    ),
-    "folder without data": (
-        {"f.bin/a.png": b"x", "f.bin/b.txt": b""},
-        ["DIR/f.bin"],
-        {},
-        [
-            "data DIR/f.bin: a folder without data; of the files that count, those ending in "
-            f"{' '.join(FOLDER_SUFFIXES)}, it has 1, all empty"
-        ],
-    ),
-    "odd bytes": (
-        {"a.bin": b"12345"},
-        ["DIR/a.bin"],
-        {},
-        [
-            "data DIR/a.bin: a .bin file has 2 bytes a token, but 5 bytes = 2 x 2 + 1; is the file "
-            "cut short, or of the other kind (.bin is uint16, .u32.bin is uint32)?"
-        ],
-    ),
-    "not whole uint32": (
-        {"a.u32.bin": b"123456"},
-        ["DIR/a.u32.bin"],
-        {},
-        [
-            "data DIR/a.u32.bin: a .u32.bin file has 4 bytes a token, but 6 bytes = 4 x 1 + 2; is "
-            "the file cut short, or of the other kind (.bin is uint16, .u32.bin is uint32)?"
-        ],
-    ),
-    "id beyond the vocabulary": (
-        {"a.bin": b"\x01\x00" * 50_000 + b"\x00\x80" + b"\x02\x00" * 1000},
-        ["DIR/a.bin"],
-        {"vocab_size": 32768},
-        [
-            "data DIR/a.bin: token 50000 (from 0) has id 32768, but ids must be below --vocab-size "
-            "32768; give --vocab-size 32769 or more, or tokenize with the model's own vocabulary"
-        ],
-    ),
-    "uint32 id beyond the vocabulary": (
-        {"a.u32.bin": b"\x01\x00\x00\x00" * 999 + b"\xff\xff\xff\xff"},
-        ["DIR/a.u32.bin"],
-        {"vocab_size": 2},
-        [
-            "data DIR/a.u32.bin: token 999 (from 0) has id 4294967295, but ids must be below "
-            "--vocab-size 2; give --vocab-size 4294967296 or more, or tokenize with the model's "
-            "own vocabulary"
-        ],
-    ),
-    "bytes beyond the vocabulary": (
-        {"a.txt": b"x" * 4000},
-        ["DIR/a.txt"],
-        {"vocab_size": 255},
-        [
-            "data DIR/a.txt: text is read as bytes, 256 different tokens, but --vocab-size is 255; "
-            "give --vocab-size 256 or more, or a .bin file of token ids"
-        ],
-    ),
-    "bytes and ids": (
-        {"a.jsonl": GOOD_LINE, "b.bin": b"\x01\x00" * 4000},
-        ["DIR/b.bin", "DIR/a.jsonl"],
-        {},
-        [
-            "data DIR/a.jsonl is bytes and DIR/b.bin is token ids: one number would mean two "
-            "things; give one kind, or tokenize the text into a .bin file"
-        ],
-    ),
-    "both sides too short": (
-        {"a.txt": b"x" * 1024},
-        ["DIR/a.txt"],
-        {"seq_len": 512},
-        [
-            f"data: {side} has 512 tokens, but a sample takes --seq-len + 1 = 513 (1 piece in 16 is "
-            "for validation); give about 16 x 513 = 8208 tokens or more, or --seq-len 511 or less"
-            for side in ("training", "validation")
-        ],
-    ),
-    "training too short": (
-        {"a.txt": b"x" * 100},
-        ["DIR/a.txt"],
-        {},
-        [
-            "data: training has 0 tokens, but a sample takes --seq-len + 1 = 9 (1 piece in 16 is "
-            "for validation); give about 16 x 9 = 144 tokens or more"
-        ],
-    ),
-    "one example": (
-        {"a.jsonl": GOOD_LINE * 2},
-        ["DIR/a.jsonl"],
-        {},
-        [
-            "data: training has 0 of the 2 .jsonl examples (1 in 16 is for validation); give at "
-            "least 2 different ones"
-        ],
-    ),
-    "bad lines": (
-        {
-            "a.jsonl": GOOD_LINE + b"hello\n\n[1]\n"
-            b'{"prompt": "x", "text": ""}\n{}\n{"prompt": 3, "answer": "x"}\n'
-        },
-        ["DIR/a.jsonl"],
-        {},
-        [
-            "data DIR/a.jsonl:2: not JSON (Expecting value: line 1 column 1 (char 0)); " + RULE,
-            "data DIR/a.jsonl:4: holds a list; " + RULE,
-            "data DIR/a.jsonl:5: lacks 'answer' (its keys: 'prompt', 'text'); " + RULE,
-            "data DIR/a.jsonl:6: lacks 'prompt' and 'answer' (its keys: none); " + RULE,
-            "data DIR/a.jsonl:7: 'prompt' is a int; " + RULE,
-        ],
-    ),
-    "many bad lines": (
-        {"a.jsonl": GOOD_LINE + b'{"prompt": "x", "answer": ""}\n' * 9},
-        ["DIR/a.jsonl"],
-        {},
-        [
-            *(
-                f"data DIR/a.jsonl:{line}: prompt of 1 and answer of 0 bytes: the answer needs a "
-                "byte, and a byte before it to predict it from; remove the line"
-                for line in range(2, 7)
-            ),
-            "data DIR/a.jsonl: and 4 more problems like these",
-        ],
-    ),
-    "single byte": (
-        {"a.jsonl": GOOD_LINE + b'{"prompt": "", "answer": "x"}'},
-        ["DIR/a.jsonl"],
-        {},
-        [
-            "data DIR/a.jsonl:2: prompt of 0 and answer of 1 bytes: the answer needs a byte, and a "
-            "byte before it to predict it from; remove the line"
-        ],
-    ),
-    "all together": (
-        {"a.bin": b"1", "b.txt": b"", "c.txt": b"x" * 5000},
-        ["DIR/a.bin", "DIR/no", "DIR/b.txt", "DIR/c.txt"],
-        {"vocab_size": 2},
-        [
-            "data DIR/a.bin: a .bin file has 2 bytes a token, but 1 bytes = 2 x 0 + 1; is the file "
-            "cut short, or of the other kind (.bin is uint16, .u32.bin is uint32)?",
-            "data DIR/no: no such file or folder in CWD; give stdlib, a file or a folder",
-            "data DIR/b.txt: the file is empty (0 bytes)",
-            "data DIR/c.txt: text is read as bytes, 256 different tokens, but --vocab-size is 2; "
-            "give --vocab-size 256 or more, or a .bin file of token ids",
-        ],
-    ),
-}
-
-
-def problems(tmp_path: Path, names: list[str], **changes: int) -> list[str]:
-    sizes = {"seq_len": 8, "vocab_size": VOCABULARY, **changes}
-    found = data.problems([name.replace("DIR", str(tmp_path)) for name in names], **sizes)
-    return [text.replace(str(tmp_path), "DIR").replace(str(Path.cwd()), "CWD") for text in found]
-
-
-@pytest.mark.parametrize("case", PROBLEMS)
-def test_problem_in_plain_words(case: str, tmp_path: Path) -> None:
-    files, names, changes, expected = PROBLEMS[case]
-    for name, content in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(content)
-    assert problems(tmp_path, names, **changes) == expected
-
-
-def test_broken_links(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder/x.bin").symlink_to("gone.bin")
-    (tmp_path / "loop").symlink_to("loop")
-    assert problems(tmp_path, ["DIR/folder/x.bin", "DIR/folder", "DIR/loop"]) == [
-        "data DIR/folder/x.bin: is a link to gone.bin, which does not exist",
-        "data DIR/folder/x.bin: cannot be read: No such file or directory",
-        "data DIR/loop: is a link to loop, which does not exist",
-    ]
-
-
-def test_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.txt")
-    assert problems(tmp_path, ["DIR/pipe.txt"]) == [
-        "data DIR/pipe.txt: is neither a file nor a folder; copy it to a file: data is read many "
-        "times"
-    ]
-
-
-def refuse(path: Path, *_: Any, **__: Any) -> Any:
-    raise PermissionError(13, "Permission denied", str(path))
-
-
-@pytest.mark.parametrize("method", ["open", "is_dir"])
-def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    write_text(tmp_path / "a.txt", 5000)  # root may read everything: the refusal is planted
-    monkeypatch.setattr(Path, method, refuse)
-    expected = ["data DIR/a.txt: cannot be read: Permission denied"]
-    assert problems(tmp_path, ["DIR/a.txt"]) == expected
-
-
-def test_no_permission_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_text(tmp_path / "a.txt", 5000)
-    scandir: Callable[..., Any] = os.scandir
-    monkeypatch.setattr(
-        os, "scandir", lambda p: refuse(Path(p)) if str(p).endswith("locked") else scandir(p)
-    )
-    (tmp_path / "locked").mkdir()
-    expected = ["data DIR/locked: cannot be read: Permission denied"]
-    assert problems(tmp_path, ["DIR"]) == expected
-
-
-def test_good_data_has_no_problem_and_bad_data_does_not_load(tmp_path: Path) -> None:
-    good, bad = write_text(tmp_path / "good.txt", 5000), str(tmp_path / "bad.txt")
-    assert problems(tmp_path, ["DIR/good.txt"]) == []
-    assert problems(tmp_path, ["DIR/good.txt"], seq_len=0) == []  # config reports the 0
-    with pytest.raises(data.DataError) as error:
-        load(good, bad)
-    assert list(error.value.problems) == data.problems([bad], seq_len=8, vocab_size=256)
-    assert str(error.value) == error.value.problems[0]
-
-
-def test_ids_beyond_the_scan_are_checked_when_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_ids(tmp_path / "a.bin", [*[1] * 5000, *[300] * 5000])
-    assert (
-        "token 5000 (from 0) has id 300" in data.problems([str(path)], seq_len=8, vocab_size=256)[0]
-    )
-    monkeypatch.setattr(sources, "SCANNED_TOKENS", 5000)
-    late = load(path, vocab_size=256)
-    with pytest.raises(data.DataError, match=r"a\.bin: token \d+ \(from 0\) has id 300, but ids"):
-        late.take(range(len(late.training)))
-
-
-def test_the_scan_is_shared_by_all_token_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = [str(write_ids(tmp_path / f"{i}.bin", [*[1] * 4000, 300])) for i in range(3)]
-    monkeypatch.setattr(sources, "SCANNED_TOKENS", 4001 + 4000)
-    (problem,) = data.problems(names, seq_len=8, vocab_size=256)
-    assert problem.startswith(f"data {names[0]}: token 4000 ")

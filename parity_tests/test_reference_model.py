@@ -131,7 +131,7 @@ def assert_equal_models(model: Model, theirs: nn.Module, as_theirs: Any) -> None
     found = as_theirs(gradients, model.options.layers)
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
-        assert gradient.abs().max() > 1e-14 or "k_proj" in name
+        assert gradient.abs().max() > 1e-6
         torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-10, msg=name)
 
 
@@ -226,7 +226,7 @@ def test_swiglu_width_is_rounded_up(width: int, expected: int) -> None:
 
 
 def test_initial_weights() -> None:
-    options = ModelOptions(width=128, layers=8, tied_embeddings=False)
+    options = ModelOptions(layers=8, tied_embeddings=False)
     weights = initial_weights(options, seed=3, dtype=torch.float64)
     for name, weight in weights.items():
         if name.endswith("bias"):

@@ -113,7 +113,12 @@ def run(
         stages: number of ranks.
         microbatches: m.
         schedule: the order of the actions.
+
+    Raises:
+        ValueError: more stages than blocks.
     """
+    if model.options.layers < stages:
+        raise ValueError(f"{model.options.layers} blocks are too few for {stages} stages")
     ranks = [make_stage(model, index, stages) for index in range(stages)]
     programs = [actions(schedule, index, stages, microbatches) for index in range(stages)]
     pieces = list(split_batch(tokens, labels, dropout, microbatches))

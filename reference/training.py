@@ -87,8 +87,8 @@ class Run:
 
     @property
     def gradients(self) -> Gradients:
-        """The gradients of the first of the steps asked for."""
-        return self.gradients_at[min(self.gradients_at)]
+        """The gradients of the first of the steps asked for; empty if none was."""
+        return self.gradients_at[min(self.gradients_at)] if self.gradients_at else {}
 
     @property
     def exp_avg(self) -> Weights:

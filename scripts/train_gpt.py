@@ -1,6 +1,5 @@
 """Train a GPT on any tensor x pipeline x data mesh: torchrun scripts/train_gpt.py --mesh 8x4x16."""
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from dtensor_llm.config import Config
 from dtensor_llm.data import Dataset
 from dtensor_llm.launch import launch, prepare
 from dtensor_llm.metrics import Reporter
-from dtensor_llm.parity import ParityCheck, Report, Run, needs_control
+from dtensor_llm.parity import ParityCheck, Report, Run, needs_control, reference_arguments
 from dtensor_llm.train import Trainer, train
 from dtensor_llm.worlds import World, processes
 
@@ -51,17 +50,8 @@ def reference_run(config: Config, data: Dataset, *, reverse: bool = False) -> Ru
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from reference.training import train as train_reference
 
-    model, training = dataclasses.asdict(config.model), dataclasses.asdict(config.train)
-    training["warmup_steps"] = config.train.num_warmup_steps
     batches = [data.batch(step) for step in range(config.train.steps)]
-    pieces = config.train.global_batch_size if reverse else 1
-    return train_reference(
-        model,
-        training,
-        [(batch.tokens, batch.labels) for batch in batches],
-        microbatches=pieces,
-        reverse=reverse,
-    )
+    return train_reference(**reference_arguments(config, batches, reverse=reverse))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A rule: what must hold between several settings, or between settings and machines."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dtensor_llm.config import Config
@@ -36,7 +36,7 @@ class Rule:
             wrong, the rule is left out.
     """
 
-    find: Callable[[Config, Surroundings], Iterator[str]]
+    find: Callable[[Config, Surroundings], Iterable[str]]
     reads: frozenset[str]
 
 

@@ -25,7 +25,7 @@ SAME_SIZE_SIGNED = {torch.uint32: torch.int32, torch.uint16: torch.int16}
 SCAN_BYTES = 2**16  # small enough that torch starts no threads for it
 EXAMPLES_SUFFIX = ".jsonl"
 MAPPED_BYTES = 2**24  # text up to this size is read: a map costs a file descriptor
-PROBES, PROBE_BYTES = 256, 4096
+PROBES, PROBE_BYTES = 64, 4096
 SHOWN_PROBLEMS = 5
 
 

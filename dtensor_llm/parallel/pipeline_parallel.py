@@ -92,9 +92,10 @@ def sum_tied_gradients(model: GPT, mesh: DeviceMesh) -> None:
 
     Comm: the local gradient sent and received once between the first and the last stage.
     """
-    weight = tied_copy(model)
-    if weight is None:
+    if not holds_tied_copy(model):
         return
+    weight = model.token_embedding.weight if model.first else model.head.weight
+    assert weight.grad is not None, "the tied weight has no gradient"
     own = local_tensor(weight.grad)
     other = torch.empty_like(own)
     peer = mesh.size() - 1 if model.first else 0
@@ -108,8 +109,6 @@ def sum_tied_gradients(model: GPT, mesh: DeviceMesh) -> None:
     own.add_(other)
 
 
-def tied_copy(model: GPT) -> torch.nn.Parameter | None:
-    """The tied weight, on a stage that holds one of two copies of it."""
-    if not model.config.tied_embeddings or model.first == model.last:
-        return None
-    return model.token_embedding.weight if model.first else model.head.weight
+def holds_tied_copy(model: GPT) -> bool:
+    """Whether this stage holds one of the two copies of a tied embedding."""
+    return model.config.tied_embeddings and model.first != model.last

@@ -19,11 +19,12 @@ Comm, for each block, b t d numbers each time: forward two all-gathers and two r
 backward the same (`tensor_parallel` with residual Shard(1)); once a step, the Partial gradients.
 """
 
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_llm.model import GPT
 from dtensor_llm.plan import Call, LocalModule, Plan
@@ -35,7 +36,7 @@ def plan(model: GPT) -> Plan:
     """The table above, for what `model` holds."""
     norm = LocalModule(Replicate(), gradients=Partial())
     own_tokens = Call("shard", (0,))
-    table = [(name, norm) for name in model.residual_modules()]
+    table: list[tuple[str, ParallelStyle]] = [(name, norm) for name in model.residual_modules()]
     table += [("blocks.*.attention_residual_dropout", own_tokens)]
     table += [("blocks.*.mlp_residual_dropout", own_tokens)]
     if model.first:
@@ -53,12 +54,16 @@ def reduce_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     Comm: one all-reduce over `mesh`.
     """
     partial = [
-        p for p in model.parameters() if isinstance(p.grad, DTensor) and p.grad.placements != p.placements
+        (p, p.grad)
+        for p in model.parameters()
+        if isinstance(p.grad, DTensor) and any(place.is_partial() for place in p.grad.placements)
     ]
     if not partial:
         return
-    local = [p.grad.to_local() for p in partial]
-    whole = _flatten_dense_tensors(local)
+    local = [gradient.to_local() for _, gradient in partial]
+    whole = torch.cat([part.flatten() for part in local])
     dist.all_reduce(whole, group=mesh.get_group())
-    for p, summed in zip(partial, _unflatten_dense_tensors(whole, local), strict=True):
-        p.grad = DTensor.from_local(summed, p.device_mesh, p.placements, run_check=False)
+    sums = whole.split([part.numel() for part in local])
+    for (p, gradient), part, total in zip(partial, local, sums, strict=True):
+        summed = total.reshape(part.shape)
+        p.grad = DTensor.from_local(summed, gradient.device_mesh, [Replicate()], run_check=False)

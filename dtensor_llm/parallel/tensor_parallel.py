@@ -45,10 +45,9 @@ class RowParallel(ComputesOnLocalTensors):
     residual: Placement
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.local("weight"))  # type: ignore[arg-type] # a weight is not None
+        y = F.linear(x, self.local("weight"))
         y = redistribute(y, self.mesh, Partial(), self.residual, self.residual)
-        bias = self.local("bias")
-        return y if bias is None else y + bias
+        return y if self._parameters["bias"] is None else y + self.local("bias")
 
 
 class VocabularyParallel(ComputesOnLocalTensors):

@@ -7,6 +7,7 @@ runs one thread at a time, so it is a tool to check and to learn, not to train f
 
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,43 +15,14 @@ from typing import Any, TypeVar
 import torch
 
 from dtensor_llm.worlds import World, WorldError
+from dtensor_llm.worlds.threads_mesh import SharedGroups
 from dtensor_llm.worlds.threads_scheduler import Aborted, Event, Scheduler, name_ranks
-from dtensor_llm.worlds.threads_torch import SharedGroups, enter_rank, torch_for_threads
+from dtensor_llm.worlds.threads_torch import enter_rank, leave_rank, torch_for_threads
 
 T = TypeVar("T")
 
 _STACK_BYTES = 8 * 2**20
 _SECONDS_TO_LEAVE = 2.0
-
-
-class _Sharer:
-    """What World.share does here: rank 0 makes each thing once, the others wait for it."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._made: dict[int, tuple[Event, list[Any]]] = {}
-
-    def of_rank(self, rank: int) -> Callable[[Callable[[], Any]], Any]:
-        count = 0
-
-        def share(make: Callable[[], Any]) -> Any:
-            nonlocal count
-            number, count = count, count + 1
-            return self._share(rank, number, make)
-
-        return share
-
-    def _share(self, rank: int, number: int, make: Callable[[], Any]) -> Any:
-        with self._scheduler.lock:
-            event, box = self._made.setdefault(
-                number, (Event(lambda: f"what rank 0 shares, number {number}"), [])
-            )
-        if rank == 0:
-            box.append(make())
-            self._scheduler.fire(event)
-        else:
-            self._scheduler.wait(rank, event)
-        return box[0]
 
 
 def run(
@@ -62,35 +34,36 @@ def run(
 ) -> list[T]:
     """Run main on every rank of a world of threads.
 
-    Each rank has process groups, gradient mode and meshes of its own; torch's default dtype,
-    its global random generator and its number of threads belong to the process.
+    Each rank has process groups, meshes and a gradient mode of its own. What torch keeps per
+    process the ranks have in common: the default dtype, the random generator, loss_parallel.
 
     Args:
         size: number of ranks.
         main: called once per rank with the rank's World.
-        timeout: seconds without any communication after which the ranks count as hung.
+        timeout: seconds without any communication after which the computing ranks count as hung.
         runnable: ranks that may compute at the same time.
 
     Returns:
         What main returned, by rank.
 
     Raises:
-        WorldError: a rank raised (its exception is __cause__), the ranks deadlocked, or a rank
-            computed for longer than the timeout.
+        WorldError: a rank raised (its exception is __cause__) or hung, the ranks deadlocked, or
+            they ended with communication under way.
     """
     scheduler = Scheduler(size, runnable)
+    results: list[Any] = [None] * size
     with torch_for_threads():
-        results = _run_ranks(size, main, scheduler, timeout)
+        _run_ranks(main, scheduler, results, timeout)
     if scheduler.failure is not None:
         raise _world_error(*scheduler.failure) from scheduler.failure[1]
     return results
 
 
 def _run_ranks(
-    size: int, main: Callable[[World], T], scheduler: Scheduler, timeout: float
-) -> list[T]:
+    main: Callable[[World], Any], scheduler: Scheduler, results: list[Any], timeout: float
+) -> None:
+    size = len(results)
     shared, sharer = SharedGroups(scheduler, size), _Sharer(scheduler)
-    results: list[Any] = [None] * size
 
     def run_rank(rank: int) -> None:
         try:
@@ -103,18 +76,21 @@ def _run_ranks(
         except BaseException as error:
             scheduler.fail(rank, error)
         finally:
+            leave_rank()
             scheduler.leave(rank)
 
     threads = _start_threads(size, run_rank)
     try:
         scheduler.start()
         _watch(scheduler, threads, timeout)
+        if scheduler.failure is None and (unfinished := shared.unfinished()):
+            lines = "\n".join(["the ranks ended with communication under way:", *unfinished])
+            scheduler.fail(None, RuntimeError(lines))
     except BaseException as interrupt:
         scheduler.fail(None, interrupt)
         raise
     finally:
-        scheduler.finished.wait(_SECONDS_TO_LEAVE)
-    return results
+        scheduler.empty.wait(_SECONDS_TO_LEAVE)
 
 
 def _start_threads(size: int, run_rank: Callable[[int], None]) -> list[threading.Thread]:
@@ -132,13 +108,14 @@ def _start_threads(size: int, run_rank: Callable[[int], None]) -> list[threading
 
 
 def _watch(scheduler: Scheduler, threads: list[threading.Thread], timeout: float) -> None:
-    """Return when all ranks have ended or the world has failed, at once or by a hang."""
-    seen = -1
-    while not scheduler.finished.wait(timeout) and scheduler.failure is None:
-        if scheduler.progress == seen:
+    """Return when all ranks have ended or one has failed, which a hang counts as."""
+    progress, since = -1, time.monotonic()
+    while not scheduler.decided.wait(timeout / 4):
+        if scheduler.progress != progress:
+            progress, since = scheduler.progress, time.monotonic()
+        elif time.monotonic() - since >= timeout:
             stuck = sorted(scheduler.running)
             scheduler.fail(stuck[0] if stuck else None, _hang(stuck, threads, timeout))
-        seen = scheduler.progress
 
 
 def _hang(stuck: list[int], threads: list[threading.Thread], timeout: float) -> TimeoutError:
@@ -146,10 +123,9 @@ def _hang(stuck: list[int], threads: list[threading.Thread], timeout: float) -> 
     stacks = []
     for rank in stuck:
         frame = frames.get(threads[rank].ident or 0)
-        stack = "".join(traceback.format_stack(frame)) if frame else ""
-        stacks.append(f"rank {rank} is here:\n{stack}")
-    message = f"{name_ranks(stuck)} did not communicate for {timeout:g} s\n" + "\n".join(stacks)
-    return TimeoutError(message)
+        stacks.append(f"rank {rank} is here:\n{''.join(traceback.format_stack(frame))}")
+    said = f"{name_ranks(stuck)} did not communicate for {timeout:g} s"
+    return TimeoutError("\n".join([said, *stacks]))
 
 
 def _world_error(rank: int | None, error: BaseException) -> WorldError:
@@ -157,3 +133,34 @@ def _world_error(rank: int | None, error: BaseException) -> WorldError:
         return WorldError(str(error))
     trace = "".join(traceback.format_exception(error))
     return WorldError(f"rank {rank} failed:\n{trace}", rank)
+
+
+class _Sharer:
+    """What World.share does here: rank 0 makes each thing once, the others wait for it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._made: dict[int, tuple[Event, list[Any]]] = {}
+
+    def of_rank(self, rank: int) -> Callable[[Callable[[], Any]], Any]:
+        """One rank's World.share."""
+        count = 0
+
+        def share(make: Callable[[], Any]) -> Any:
+            nonlocal count
+            number, count = count, count + 1
+            return self._share(rank, number, make)
+
+        return share
+
+    def _share(self, rank: int, number: int, make: Callable[[], Any]) -> Any:
+        with self._scheduler.lock:
+            event, box = self._made.setdefault(
+                number, (Event(lambda: f"rank 0 to share, for the time number {number}"), [])
+            )
+        if rank == 0:
+            box.append(make())
+            self._scheduler.fire(event)
+        else:
+            self._scheduler.wait(rank, event)
+        return box[0]

@@ -20,21 +20,39 @@ class Call:
     Args:
         name: the collective, a key of COMPUTE.
         outputs: tensors to be written.
-        inputs: tensors to be read; those of all_reduce, reduce and broadcast are the outputs.
-        agree: what all ranks have to give alike (reduction, root, dtypes, shapes).
-        splits: rows sent to each rank and received from each rank (all_to_all_single only).
+        inputs: tensors to be read; all_reduce, reduce and broadcast have the same ones as outputs.
+        reduction: how to combine, as c10d spells it ("SUM").
+        root: the group rank that sends to all or receives from all.
+        tensors: (dtype, shape) of the tensors, as far as all ranks have to bring them alike.
+        splits: rows for each rank, rows from each rank (all_to_all_single; empty: equal parts).
     """
 
     name: str
-    outputs: Sequence[Tensor]
-    inputs: Sequence[Tensor]
-    agree: tuple[object, ...] = ()
-    splits: tuple[Sequence[int], Sequence[int]] | None = None
+    outputs: Sequence[Tensor] = ()
+    inputs: Sequence[Tensor] = ()
+    reduction: str | None = None
+    root: int | None = None
+    tensors: tuple[object, ...] = ()
+    splits: tuple[Sequence[int], Sequence[int]] = ((), ())
+
+    def agrees(self, other: "Call") -> bool:
+        """Whether two ranks may make these calls in the same collective."""
+        return (
+            self.name == other.name
+            and self.reduction == other.reduction
+            and self.root == other.root
+            and self.tensors == other.tensors
+        )
 
     def __str__(self) -> str:
-        tensors = ", ".join(describe_tensor(tensor) for tensor in self.inputs or self.outputs)
-        named = [str(item) for item in self.agree if isinstance(item, str)]
-        return f"{self.name}({', '.join([tensors, *named] if tensors else named)})"
+        parts = [describe_tensor(tensor) for tensor in self.inputs or self.outputs]
+        if self.reduction is not None:
+            parts.append(self.reduction)
+        if self.root is not None:
+            parts.append(f"root {self.root}")
+        if any(self.splits):
+            parts.append(f"splits to {list(self.splits[0])}, from {list(self.splits[1])}")
+        return f"{self.name}({', '.join(parts)})"
 
 
 def describe_tensor(tensor: Tensor) -> str:
@@ -42,19 +60,20 @@ def describe_tensor(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
+def metadata(tensors: Sequence[Tensor]) -> tuple[object, ...]:
+    """What two ranks compare when both have to bring the same kind of tensors."""
+    return tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+
+
 def copy(target: Tensor, source: Tensor) -> None:
-    """Write source's values into target, unseen by autograd, as a transport does.
+    """Write source's values into target, as a transport does: elements in order, autograd unaware.
 
     Raises:
         ValueError: another number of elements or another dtype.
     """
     if target.dtype != source.dtype or target.numel() != source.numel():
-        raise ValueError(
-            f"a tensor {describe_tensor(source)} was sent to one of {describe_tensor(target)}"
-        )
-    if target.shape != source.shape:
-        source = source.reshape(target.shape)
-    target.data.copy_(source)
+        raise ValueError(f"{describe_tensor(source)} does not fit into {describe_tensor(target)}")
+    target.data.copy_(source if target.shape == source.shape else source.reshape(target.shape))
 
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -69,48 +88,40 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def reduce_tensors(parts: Sequence[Tensor], reduction: str) -> Tensor:
-    """A new tensor: the parts combined in their order.
-
-    Raises:
-        NotImplementedError: a reduction that this world does not know.
-    """
+def _combine(parts: Sequence[Tensor], reduction: str | None) -> Tensor:
+    """A new tensor: the parts combined in their order."""
     if reduction not in _COMBINE:
-        raise NotImplementedError(f"the threads world cannot reduce with {reduction}")
+        raise NotImplementedError(f"this world cannot reduce with {reduction}")
     combine = _COMBINE[reduction]
-    total = parts[0].detach().clone()
+    total = parts[0].clone()
     for part in parts[1:]:
         combine(total, part)
     return total.div_(len(parts)) if reduction == "AVG" else total
 
 
-def _reduction(call: Call) -> str:
-    return str(call.agree[0])
-
-
-def _root(call: Call) -> int:
-    return int(str(call.agree[0]).removeprefix("root "))
+def _columns(calls: Sequence[Call]) -> Sequence[Sequence[Tensor]]:
+    """For each input tensor, what every rank brought."""
+    return list(zip(*(call.inputs for call in calls), strict=True))
 
 
 def _all_reduce(calls: Sequence[Call]) -> None:
-    for parts in zip(*(call.inputs for call in calls), strict=True):
-        total = reduce_tensors(parts, _reduction(calls[0]))
+    for parts in _columns(calls):
+        total = _combine(parts, calls[0].reduction)
         for part in parts:
-            part.data.copy_(total)
+            copy(part, total)
 
 
 def _reduce(calls: Sequence[Call]) -> None:
-    root = int(str(calls[0].agree[1]).removeprefix("root "))
-    for parts in zip(*(call.inputs for call in calls), strict=True):
-        parts[root].data.copy_(reduce_tensors(parts, _reduction(calls[0])))
+    for parts in _columns(calls):
+        copy(parts[calls[0].root or 0], _combine(parts, calls[0].reduction))
 
 
 def _broadcast(calls: Sequence[Call]) -> None:
-    sources = calls[_root(calls[0])].inputs
-    for call in calls:
-        for target, source in zip(call.outputs, sources, strict=True):
-            if target is not source:
-                copy(target, source)
+    root = calls[0].root or 0
+    for parts in _columns(calls):
+        for rank, part in enumerate(parts):
+            if rank != root:
+                copy(part, parts[root])
 
 
 def _all_gather(calls: Sequence[Call]) -> None:
@@ -120,23 +131,21 @@ def _all_gather(calls: Sequence[Call]) -> None:
 
 
 def _all_gather_single(calls: Sequence[Call]) -> None:
-    for call in calls:
-        for index, target in enumerate(call.outputs):
-            copy(target, torch.stack([other.inputs[index] for other in calls]))
+    for index, parts in enumerate(_columns(calls)):
+        whole = torch.stack(list(parts))
+        for call in calls:
+            copy(call.outputs[index], whole)
 
 
 def _reduce_scatter(calls: Sequence[Call]) -> None:
-    for rank, call in enumerate(calls):
-        parts = [other.inputs[rank] for other in calls]
-        copy(call.outputs[0], reduce_tensors(parts, _reduction(call)))
+    for call, parts in zip(calls, _columns(calls), strict=True):
+        copy(call.outputs[0], _combine(parts, call.reduction))
 
 
 def _reduce_scatter_single(calls: Sequence[Call]) -> None:
-    for parts in zip(*(call.inputs for call in calls), strict=True):
-        total = reduce_tensors(parts, _reduction(calls[0]))
-        index = next(i for i, part in enumerate(calls[0].inputs) if part is parts[0])
-        chunks = total.flatten().chunk(len(calls))
-        for call, chunk in zip(calls, chunks, strict=True):
+    for index, parts in enumerate(_columns(calls)):
+        total = _combine(parts, calls[0].reduction)
+        for call, chunk in zip(calls, total.flatten().chunk(len(calls)), strict=True):
             copy(call.outputs[index], chunk)
 
 
@@ -154,23 +163,23 @@ def _all_to_all_single(calls: Sequence[Call]) -> None:
             copy(target, pieces[rank])
 
 
-def _split(tensor: Tensor, sizes: Sequence[int], parts: int) -> Sequence[Tensor]:
-    return tensor.split(list(sizes)) if sizes else tensor.chunk(parts)
+def _split(tensor: Tensor, rows: Sequence[int], parts: int) -> Sequence[Tensor]:
+    return tensor.split(list(rows)) if rows else tensor.tensor_split(parts)
 
 
 def _gather(calls: Sequence[Call]) -> None:
-    targets = calls[_root(calls[0])].outputs
+    targets = calls[calls[0].root or 0].outputs
     for target, call in zip(targets, calls, strict=True):
         copy(target, call.inputs[0])
 
 
 def _scatter(calls: Sequence[Call]) -> None:
-    sources = calls[_root(calls[0])].inputs
+    sources = calls[calls[0].root or 0].inputs
     for source, call in zip(sources, calls, strict=True):
         copy(call.outputs[0], source)
 
 
-def _barrier(calls: Sequence[Call]) -> None:
+def _barrier(_: Sequence[Call]) -> None:
     pass
 
 

@@ -8,7 +8,7 @@ known exactly and at once.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class Aborted(BaseException):
@@ -24,9 +24,9 @@ class Event:
 
     __slots__ = ("describe", "done", "waiters")
 
-    def __init__(self, describe: Callable[[], str], done: bool = False) -> None:
+    def __init__(self, describe: Callable[[], str]) -> None:
         self.describe = describe
-        self.done = done
+        self.done = False
         self.waiters: list[int] = []
 
 
@@ -38,6 +38,8 @@ class Scheduler:
         failure: (rank or None, exception) of the first failure, None while all is well.
         progress: a number that grows with every wait and every wake-up.
         running: the ranks that hold a token.
+        decided: set when all ranks have ended, or at the first failure.
+        empty: set when all ranks have ended.
     """
 
     def __init__(self, size: int, runnable: int) -> None:
@@ -45,9 +47,11 @@ class Scheduler:
         self.failure: tuple[int | None, BaseException] | None = None
         self.progress = 0
         self.running: set[int] = set()
-        self.finished = threading.Event()
+        self.decided = threading.Event()
+        self.empty = threading.Event()
         self._runnable = runnable
-        self._unfinished = size
+        self._ended: set[int] = set()
+        self._size = size
         self._ready = deque(range(size))
         self._waiting: dict[int, Event] = {}
         self._wakes = [threading.Lock() for _ in range(size)]
@@ -60,15 +64,20 @@ class Scheduler:
             self._grant()
 
     def enter(self, rank: int) -> None:
-        """Wait for this rank's first token."""
+        """Wait for this rank's first token.
+
+        Raises:
+            Aborted: the world has failed.
+        """
         self._sleep(rank)
 
     def leave(self, rank: int) -> None:
         """This rank is done and gives its token back for good."""
         with self.lock:
-            self._unfinished -= 1
-            if self._unfinished == 0:
-                self.finished.set()
+            self._ended.add(rank)
+            if len(self._ended) == self._size:
+                self.empty.set()
+                self.decided.set()
             elif self.failure is None:
                 self._give_back(rank)
 
@@ -91,11 +100,10 @@ class Scheduler:
         """The event has happened: its waiters become ready."""
         with self.lock:
             event.done = True
-            for rank in event.waiters:
-                if self._waiting.pop(rank, None) is not None:
-                    self._ready.append(rank)
-            event.waiters.clear()
             if self.failure is None:
+                for rank in event.waiters:
+                    del self._waiting[rank]
+                self._ready.extend(event.waiters)
                 self._grant()
 
     def check(self) -> None:
@@ -112,6 +120,7 @@ class Scheduler:
         if self.failure is not None:
             return
         self.failure = (rank, exception)
+        self.decided.set()
         for sleeper in (*self._ready, *self._waiting):
             self._wakes[sleeper].release()
         self._ready.clear()
@@ -138,11 +147,17 @@ class Scheduler:
         ranks_by_wait: dict[str, list[int]] = {}
         for rank, event in sorted(self._waiting.items()):
             ranks_by_wait.setdefault(event.describe(), []).append(rank)
-        lines = [f"{name_ranks(ranks)} wait for {what}" for what, ranks in ranks_by_wait.items()]
-        return "deadlock, no rank can go on:\n" + "\n".join(lines)
+        lines = [
+            f"{name_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''} for {what}"
+            for what, ranks in ranks_by_wait.items()
+        ]
+        if self._ended:
+            ended = sorted(self._ended)
+            lines.append(f"{name_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended")
+        return "\n".join(["deadlock, no rank can go on:", *lines])
 
 
-def name_ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Sorted ranks in words, runs shortened: "rank 3", "ranks 0-2, 7"."""
     runs: list[list[int]] = []
     for rank in ranks:

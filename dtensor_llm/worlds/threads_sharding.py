@@ -15,25 +15,32 @@ shape, the placements and the global metadata: that is the key. The exceptions:
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
 
-_STATELESS = {Shard, _StridedShard, Replicate, Partial, _NormPartial}
+_STATELESS = frozenset({Shard, _StridedShard, Replicate, Partial, _NormPartial})
+
+# Decisions outlive a world, without its meshes: a test suite makes many alike.
 _MOST_DECISIONS = 20_000
+_decisions: dict[object, OutputSharding] = {}
+_mesh_keys: dict[object, int] = {}
+
+
+class _NotSharedError(Exception):
+    """An argument has a placement with a state of its own."""
 
 
 class SharedPropagation:
-    """Stands in for ShardingPropagator.propagate_op_sharding_non_cached."""
+    """Stands in for ShardingPropagator.propagate_op_sharding_non_cached, for one world."""
 
     def __init__(self, propagator: ShardingPropagator) -> None:
         self._propagator = propagator
         self._decide = propagator.propagate_op_sharding_non_cached
-        self._known: dict[object, OutputSharding] = {}
-        self._mesh_keys: dict[DeviceMesh, object] = {}
+        self._key_of_mesh: dict[DeviceMesh, int] = {}
 
     def __call__(self, schema: OpSchema) -> OutputSharding:
         meshes: list[DeviceMesh] = []
@@ -41,15 +48,15 @@ class SharedPropagation:
             key = self._neutral(schema._comparison_key, meshes)
         except _NotSharedError:
             return self._decide(schema)
-        if not meshes:
-            return self._decide(schema)
-        known = self._known.get(key)
-        if known is None:
-            decision = self._decide(schema)
-            if self._can_share(schema, decision, meshes):
-                self._known[key] = decision
-            return decision
-        return self._copy(known, meshes[0])
+        known = _decisions.get(key)
+        if known is not None:
+            return self._copy(known, meshes[0])
+        decision = self._decide(schema)
+        if meshes and self._can_share(schema, decision, meshes):
+            if len(_decisions) >= _MOST_DECISIONS:
+                _decisions.clear()
+            _decisions[key] = _on_mesh(decision, None)
+        return decision
 
     def _neutral(self, item: Any, meshes: list[DeviceMesh]) -> Any:
         """The item with every mesh replaced by what ranks have alike; collects the meshes."""
@@ -68,62 +75,72 @@ class SharedPropagation:
             return tuple([self._neutral(part, meshes) for part in item])
         return item
 
-    def _mesh_key(self, mesh: DeviceMesh) -> object:
-        if mesh not in self._mesh_keys:
-            rank_map, layout, device, names, _ = mesh._hash_key()
-            self._mesh_keys[mesh] = hash((rank_map, layout, device, names))
-        return self._mesh_keys[mesh]
+    def _mesh_key(self, mesh: DeviceMesh) -> int:
+        key = self._key_of_mesh.get(mesh)
+        if key is None:
+            *alike, _thread = mesh._hash_key()
+            key = _mesh_keys.setdefault(tuple(alike), len(_mesh_keys))
+            self._key_of_mesh[mesh] = key
+        return key
 
     def _can_share(
         self, schema: OpSchema, decision: OutputSharding, meshes: list[DeviceMesh]
     ) -> bool:
-        specs = _specs(decision.output_spec)
-        if decision.redistribute_schema is not None:
-            specs += _specs(decision.redistribute_schema.args_schema)
-            specs += _specs(tuple(decision.redistribute_schema.kwargs_schema.values()))
-        return schema.op not in self._propagator.op_to_scalar_shape_adjuster and all(
-            mesh == meshes[0] for mesh in (*meshes, *(spec.mesh for spec in specs))
-        ) and all(type(p) in _STATELESS for spec in specs for p in spec.placements)
-
-    def _copy(self, known: OutputSharding, mesh: DeviceMesh) -> OutputSharding:
-        output, schema = _on_mesh(known.output_spec, mesh), known.redistribute_schema
-        if schema is not None:
-            schema = OpSchema(
-                schema.op,
-                _on_mesh(schema.args_schema, mesh),
-                {name: _on_mesh(value, mesh) for name, value in schema.kwargs_schema.items()},
-                schema.schema_info,
-            )
-            if (
-                known.use_val_from_redistribute_schema
-                and schema.op in self._propagator.op_to_shape_and_stride_idx
-            ):
-                schema = self._propagator._adjust_shape_and_stride_args(
-                    output.tensor_meta, schema, output
-                )
-        return OutputSharding(
-            output, schema, known.needs_redistribute, known.use_val_from_redistribute_schema
+        specs = _specs(decision)
+        return (
+            schema.op not in self._propagator.op_to_scalar_shape_adjuster
+            and all(mesh == meshes[0] for mesh in (*meshes, *(spec.mesh for spec in specs)))
+            and all(type(place) in _STATELESS for spec in specs for place in spec.placements)
         )
 
-
-class _NotSharedError(Exception):
-    """An argument has a placement with a state of its own."""
+    def _copy(self, known: OutputSharding, mesh: DeviceMesh) -> OutputSharding:
+        decision = _on_mesh(known, mesh)
+        schema = decision.redistribute_schema
+        if (
+            decision.use_val_from_redistribute_schema
+            and schema.op in self._propagator.op_to_shape_and_stride_idx
+        ):
+            decision.redistribute_schema = self._propagator._adjust_shape_and_stride_args(
+                decision.output_spec.tensor_meta, schema, decision.output_spec
+            )
+        return decision
 
 
 def _specs(item: Any) -> list[DTensorSpec]:
+    """All specs inside a decision or an argument."""
     if isinstance(item, DTensorSpec):
         return [item]
+    if isinstance(item, OutputSharding):
+        return _specs((item.output_spec, item.redistribute_schema))
+    if isinstance(item, OpSchema):
+        return _specs((item.args_schema, tuple(item.kwargs_schema.values())))
     if isinstance(item, (tuple, list)):
         return [spec for part in item for spec in _specs(part)]
     return []
 
 
-def _on_mesh(item: Any, mesh: DeviceMesh) -> Any:
-    """The item with every DTensorSpec copied onto a mesh."""
+def _on_mesh(item: Any, mesh: DeviceMesh | None) -> Any:
+    """A copy of a decision or an argument, all its specs on the mesh."""
     if isinstance(item, DTensorSpec):
         spec = object.__new__(DTensorSpec)
         spec.__dict__.update(item.__dict__, mesh=mesh, _hash=None)
         return spec
+    if isinstance(item, OutputSharding):
+        return OutputSharding(
+            _on_mesh(item.output_spec, mesh),
+            _on_mesh(item.redistribute_schema, mesh),
+            item.needs_redistribute,
+            item.use_val_from_redistribute_schema,
+        )
+    if isinstance(item, OpSchema):
+        schema = object.__new__(OpSchema)
+        kwargs = {name: _on_mesh(value, mesh) for name, value in item.kwargs_schema.items()}
+        schema.__dict__.update(
+            item.__dict__, args_schema=_on_mesh(item.args_schema, mesh), kwargs_schema=kwargs
+        )
+        if mesh is not None:
+            schema._recompute_comparison_key()
+        return schema
     if isinstance(item, (tuple, list)):
         return type(item)([_on_mesh(part, mesh) for part in item])
     return item

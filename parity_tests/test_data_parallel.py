@@ -1,0 +1,71 @@
+"""Data parallelism: equal to its reference and to one device, however the tokens fall on ranks."""
+
+from functools import partial
+
+import pytest
+
+from dtensor_llm.train import Trainer
+from dtensor_llm.worlds import World, threads
+from parity_tests.harness import SECONDS, batches_for, parity, small_config, strategy_parity
+from reference import data_parallel as reference
+
+
+@pytest.mark.parametrize(("dp", "micro_batch_size"), [(2, 4), (4, 1)])
+def test_equals_its_reference(dp: int, micro_batch_size: int) -> None:
+    config = small_config(f"1x1x{dp}", zero=0, dropout=0.1, micro_batch_size=micro_batch_size)
+    strategy = partial(reference.loss_and_gradients, dp=dp, microbatches=config.microbatches)
+    report = strategy_parity(config, strategy)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("mask", ["none", "even", "uneven"])
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x1x8", "dp_replicate=2,dp_shard=2"])
+def test_equals_one_device(mesh: str, mask: str) -> None:
+    report = parity(small_config(mesh, zero=0), mask)
+    assert report.passed, report
+
+
+def test_one_reduction_a_step_however_many_microbatches() -> None:
+    """The gradients of a replicated model stay local until the last microbatch."""
+    config = small_config("1x1x2", zero=0, micro_batch_size=1)
+
+    def main(world: World) -> list[bool]:
+        trainer = Trainer(config, world)
+        batch = batches_for(config).batch(0, trainer.samples)
+        choices = []
+        choose = trainer.choose_reduction
+
+        def record(*, is_last: bool) -> None:
+            choose(is_last=is_last)
+            choices.append(any(p.grad is not None for p in trainer.model.parameters()))
+
+        trainer.choose_reduction = record
+        trainer.step(0, batch.tokens, batch.labels)
+        return choices
+
+    # A parameter has its gradient once it is reduced: before the last microbatch none has one.
+    assert threads.run(2, main, timeout=SECONDS) == [[False] * 4] * 2
+
+
+def test_rank_without_a_valid_token() -> None:
+    """All labels of the first rank are ignored: its gradients are zeros, the loss is the others'."""
+    config = small_config("1x1x8")
+    batches = batches_for(config)
+    assert (batches.batch(0, slice(0, 1)).labels == -100).all()
+    report = parity(config)
+    assert report.passed, report
+
+
+def test_batch_without_a_valid_token_changes_nothing() -> None:
+    config = small_config("1x1x2")
+
+    def main(world: World) -> None:
+        trainer = Trainer(config, world)
+        batch = batches_for(config).batch(0, trainer.samples)
+        before = {name: shard.clone() for name, shard in trainer.optimizer.shards.items()}
+        result = trainer.step(0, batch.tokens, batch.labels.fill_(-100))
+        assert (result.loss, result.num_tokens, result.gradient_norm) == (0.0, 0, 0.0)
+        for name, shard in trainer.optimizer.shards.items():
+            assert shard.equal(before[name]), name
+
+    threads.run(2, main, timeout=SECONDS)

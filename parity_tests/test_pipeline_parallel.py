@@ -1,0 +1,79 @@
+"""Pipeline parallelism: equal to its reference and to one device; layers and ties are where said."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from dtensor_llm.parallel.pipeline_parallel import layers_of_stage
+from dtensor_llm.train import Trainer
+from dtensor_llm.worlds import World, threads
+from parity_tests.harness import (
+    LLAMA,
+    SECONDS,
+    batches_for,
+    parity,
+    small_config,
+    strategy_parity,
+)
+from reference import pipeline_parallel as reference
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_equals_its_reference(schedule: str, pp: int) -> None:
+    config = small_config(f"1x{pp}x1", schedule=schedule, layers=5, dropout=0.1)
+    strategy = partial(
+        reference.loss_and_gradients,
+        stages=pp,
+        microbatches=config.microbatches,
+        schedule=schedule,
+    )
+    report = strategy_parity(config, strategy)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("1x2x1", {"schedule": "1f1b", "micro_batch_size": 1}),
+        ("1x4x1", {"schedule": "1f1b", "layers": 6}),
+        ("1x4x1", {"schedule": "gpipe", "layers": 4, "micro_batch_size": 8}),
+        ("1x8x1", {"schedule": "gpipe", "layers": 8, "micro_batch_size": 4}),
+        ("2x2x2", {"schedule": "1f1b", "zero": 0}),
+    ],
+)
+def test_equals_one_device(
+    mesh: str, options: dict[str, object], family: dict[str, object]
+) -> None:
+    report = parity(small_config(mesh, **options, **family))
+    assert report.passed, report
+
+
+def test_stages_hold_every_layer_once() -> None:
+    assert [list(layers_of_stage(5, stage, 3)) for stage in range(3)] == [[0, 1], [2, 3], [4]]
+    for num_layers in range(1, 13):
+        for num_stages in range(1, num_layers + 1):
+            stages = [layers_of_stage(num_layers, s, num_stages) for s in range(num_stages)]
+            assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+            sizes = [len(stage) for stage in stages]
+            assert max(sizes) - min(sizes) <= 1
+
+
+def test_tied_copies_stay_bitwise_equal() -> None:
+    config = small_config("1x2x2", steps=5)
+
+    def main(world: World) -> list[torch.Tensor]:
+        trainer = Trainer(config, world)
+        copies = []
+        for step in range(config.train.steps):
+            batch = batches_for(config).batch(step, trainer.samples)
+            trainer.step(step, batch.tokens, batch.labels)
+            copies.append(trainer.optimizer.shards["token_embedding.weight"].detach().clone())
+        return copies
+
+    first_0, first_1, last_0, last_1 = threads.run(4, main, timeout=SECONDS)
+    for stage_0, stage_1 in [(first_0, last_0), (first_1, last_1)]:
+        assert all(a.equal(b) for a, b in zip(stage_0, stage_1, strict=True))
+    assert not first_0[0].equal(first_0[-1]), "the embedding did not train"

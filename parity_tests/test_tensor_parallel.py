@@ -1,0 +1,121 @@
+"""Tensor parallelism: equal to its reference and to one device; the plan is strict."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from dtensor_llm.loss import IGNORED, vocabulary_parallel_cross_entropy
+from dtensor_llm.model import GPT
+from dtensor_llm.parallel import tensor_parallel
+from dtensor_llm.plan import LocalModule, PlanError, apply_plan, own_part
+from dtensor_llm.worlds import World, threads
+from parity_tests.harness import LLAMA, SECONDS, parity, small_config, strategy_parity
+from reference import tensor_parallel as reference
+
+BOUND = 1e-12
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_equals_its_reference(tp: int, family: dict[str, object]) -> None:
+    config = small_config(f"{tp}x1x1", sequence_parallel=False, dropout=0.1, **family)
+    report = strategy_parity(config, partial(reference.loss_and_gradients, tp=tp))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+@pytest.mark.parametrize("vocab_size", [64, 61])
+def test_equals_one_device(tp: int, vocab_size: int) -> None:
+    config = small_config(f"{tp}x1x1", sequence_parallel=False, vocab_size=vocab_size)
+    report = parity(config)
+    assert report.passed, report
+
+
+def test_local_modules_equal_torchs_own_styles() -> None:
+    """ColumnLinear then RowLinear here, ColwiseParallel then RowwiseParallel there: same numbers."""
+
+    def main(world: World) -> None:
+        mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
+        outputs = []
+        for build in (ours, torchs):
+            torch.nn.init.constant_  # the weights below are set by hand
+            model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
+            with torch.no_grad():
+                for index, p in enumerate(model.parameters()):
+                    p.copy_(torch.linspace(-1, 1 + index, p.numel()).reshape(p.shape))
+            build(model, mesh)
+            x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(1, 2, 6).requires_grad_()
+            y = model(x)
+            y.square().sum().backward()
+            grads = [p.grad.full_tensor() for p in model.parameters()]
+            outputs.append([y, *grads])
+        for a, b in zip(*outputs, strict=True):
+            torch.testing.assert_close(a, b, rtol=BOUND, atol=BOUND)
+
+    def ours(model: nn.Sequential, mesh: object) -> None:
+        whole = tensor_parallel.Replicate()
+        enter = tensor_parallel.Input(whole, whole, tensor_parallel.Partial())
+        row = LocalModule(
+            {"weight": Shard(1), "bias": whole},
+            mixin=tensor_parallel.RowParallel,
+            attributes={"mesh": mesh, "residual": whole},
+        )
+        apply_plan(model, mesh, [("0", enter), ("0", LocalModule(Shard(0))), ("2", row)])
+
+    def torchs(model: nn.Sequential, mesh: object) -> None:
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    threads.run(2, main, timeout=SECONDS)
+
+
+@pytest.mark.parametrize("vocab_size", [16, 13])
+def test_cross_entropy_over_a_sharded_vocabulary(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(2, 5, vocab_size, generator=generator, dtype=torch.float64) * 30
+    labels = torch.randint(vocab_size, (2, 5), generator=generator)
+    labels[0, 1] = labels[1, 4] = IGNORED
+    leaf = whole.clone().requires_grad_()
+    expected = F.cross_entropy(leaf.flatten(0, 1), labels.flatten(), reduction="sum")
+    (expected * 0.5).backward()
+
+    def main(world: World) -> tuple[Tensor, Tensor]:
+        mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
+        start, length = own_part(vocab_size, mesh)
+        local = whole[..., start : start + length].clone().requires_grad_()
+        loss = vocabulary_parallel_cross_entropy(local, labels, start, mesh.get_group())
+        (loss * 0.5).backward()
+        return loss.detach(), local.grad
+
+    results = threads.run(4, main, timeout=SECONDS)
+    for loss, _ in results:
+        torch.testing.assert_close(loss, expected.detach(), rtol=BOUND, atol=0)
+    gradient = torch.cat([grad for _, grad in results], dim=-1)
+    torch.testing.assert_close(gradient, leaf.grad, rtol=BOUND, atol=BOUND)
+
+
+def test_plan_refuses_a_name_without_a_match() -> None:
+    model = GPT(small_config().model)
+
+    def main(world: World) -> None:
+        mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
+        apply_plan(model, mesh, [("blocks.*.attention.qurey", LocalModule(Shard(0)))])
+
+    with pytest.raises(Exception, match="the plan names blocks.*.attention.qurey, but no module"):
+        threads.run(1, main, timeout=SECONDS)
+
+
+def test_plan_refuses_a_parameter_that_is_not_there() -> None:
+    model = nn.Linear(4, 4)
+
+    def main(world: World) -> None:
+        mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
+        with pytest.raises(PlanError, match="the plan places 'wieght', but Linear has no such"):
+            LocalModule({"wieght": Shard(0)})._apply(model, mesh)
+
+    threads.run(1, main, timeout=SECONDS)

@@ -1,0 +1,460 @@
+"""The threads world: uneven shards are right, all communication of the strategies works, and
+errors, hangs and deadlocks end it with the message that names them."""
+
+import contextlib
+import gc
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from dtensor_llm.worlds import World, WorldError, threads
+
+
+def numbered(*shape: int) -> Tensor:
+    """Distinct numbers in a tensor of this shape, so that no two elements can be confused."""
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+
+
+# First of all: what is wrong when ranks share DTensor's caches by mistake.
+
+
+def test_uneven_vocabulary_comes_back_whole():
+    def main(world: World) -> None:
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        table = numbered(61, 6)
+        model = nn.Sequential(nn.Embedding(61, 6), nn.Linear(6, 61, bias=False)).double()
+        for parameter in model.parameters():
+            parameter.data.copy_(table)
+        plan = {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        for parameter in model.parameters():
+            assert torch.equal(parameter.full_tensor(), table)
+        local = [16, 16, 16, 13][mesh.get_local_rank("tp")]
+        assert model[0].weight.to_local().shape == (local, 6)
+        fully_shard(model, mesh=mesh["dp"])
+        for parameter in model.parameters():
+            assert torch.equal(parameter.full_tensor(), table)
+
+    threads.run(8, main)
+
+
+@pytest.mark.parametrize("rows", [7, 8, 5])
+def test_uneven_shards_stay_each_ranks_own_in_shared_decisions(rows):
+    def main(world: World) -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        whole = numbered(rows, 6)
+        sharded = distribute_tensor(whole, mesh, [Shard(0)])
+        ones = torch.ones_like(sharded)
+        assert ones.to_local().shape == sharded.to_local().shape
+        split = (sharded + ones).view(rows, 2, 3).transpose(1, 2)
+        assert torch.equal(split.full_tensor(), (whole + 1).view(rows, 2, 3).transpose(1, 2))
+        assert torch.equal(sharded.sum().full_tensor(), whole.sum())
+
+    threads.run(4, main)
+    threads.run(4, main)  # again, with the decisions of the first world
+
+
+# The strategies, in short.
+
+
+class Stage(nn.Module):
+    """Two layers of a small network; `inner` is what tensor parallelism divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:  # m d -> m d
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def make_stages() -> list[Stage]:
+    stages = [Stage().double() for _ in range(2)]
+    for index, parameter in enumerate(p for stage in stages for p in stage.parameters()):
+        parameter.data.copy_(torch.sin(numbered(*parameter.shape) + index) / 4)
+    return stages
+
+
+def half_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum() / 2
+
+
+def gradients_on_one_device(inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    model = nn.Sequential(*make_stages())
+    half_square(model(inputs), targets).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def sum_gradients(module: nn.Module) -> None:
+    """Make FSDP add gradients, where it would average them."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+
+def train_part(world: World, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """One rank's part of a step on tp 2 x pp 2 x dp 2, and its stage's gradients, whole."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    index, coordinate = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    stage = make_stages()[index]
+    parallelize_module(stage, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(stage, mesh=mesh["dp"])
+    sum_gradients(stage)
+    pipe = PipelineStage(stage, index, 2, world.device, group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(pipe, 4, loss_fn=half_square, scale_grads=False)
+    mine = slice(coordinate * 8, coordinate * 8 + 8)
+    if index == 0:
+        schedule.step(inputs[mine])
+    else:
+        schedule.step(target=targets[mine])
+    return {f"{index}.{name}": p.grad.full_tensor() for name, p in stage.named_parameters()}
+
+
+@pytest.mark.parametrize("runnable", [1, 2])
+def test_fsdp_tensor_and_pipeline_parallel_match_one_device(runnable):
+    inputs, targets = torch.cos(numbered(16, 8)), torch.sin(numbered(16, 8))
+    want = gradients_on_one_device(inputs, targets)
+    got = threads.run(8, lambda world: train_part(world, inputs, targets), runnable=runnable)
+    assert set().union(*got) == set(want)
+    for part in got:
+        for name, gradient in part.items():
+            torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-13)
+
+
+def test_replicate_matches_one_device():
+    inputs, targets = torch.cos(numbered(16, 8)), torch.sin(numbered(16, 8))
+    want = gradients_on_one_device(inputs, targets)
+
+    def main(world: World) -> None:
+        model = nn.Sequential(*make_stages())
+        replicate(model, mesh=init_device_mesh("cpu", (4,)))
+        sum_gradients(model)
+        mine = slice(world.rank * 4, world.rank * 4 + 4)
+        half_square(model(inputs[mine]), targets[mine]).backward()
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            torch.testing.assert_close(parameter.grad.to_local(), want[name], rtol=0, atol=1e-13)
+
+    threads.run(4, main)
+
+
+def test_64_ranks_are_quick():
+    def main(world: World) -> None:
+        mesh = init_device_mesh("cpu", (4, 4, 4), mesh_dim_names=("a", "b", "c"))
+        for axis in "abc":
+            got = torch.full((1,), float(world.rank))
+            dist.all_reduce(got, group=mesh.get_group(axis))
+            peers = mesh[axis].mesh.tolist()
+            assert got.item() == sum(peers)
+        table = numbered(61, 3)
+        sharded = distribute_tensor(table, mesh["b", "c"], [Shard(0), Shard(0)])
+        assert torch.equal(sharded.full_tensor(), table)
+
+    start = time.monotonic()
+    threads.run(64, main)
+    assert time.monotonic() - start < 20
+
+
+def test_two_runs_are_bitwise_equal_whatever_the_order_of_arrival():
+    parts = [torch.sin(numbered(1000) * (rank + 1)).float() * 10.0**rank for rank in range(6)]
+    want = parts[0].clone()
+    for part in parts[1:]:
+        want += part
+    assert not torch.equal(want, torch.stack(parts[::-1]).sum(0)), "the order has to matter"
+
+    def main(delays: list[int]) -> Callable[[World], None]:
+        def rank_main(world: World) -> None:
+            time.sleep(0.01 * delays[world.rank])
+            got = parts[world.rank].clone()
+            dist.all_reduce(got)
+            assert torch.equal(got, want)
+            scattered = torch.empty(1002 // 6)
+            padded = torch.cat([parts[world.rank], torch.zeros(2)])
+            dist.reduce_scatter_single(scattered, padded)
+            whole = torch.empty(1002)
+            dist.all_gather_single(whole, scattered)
+            assert torch.equal(whole[:1000], want)
+
+        return rank_main
+
+    for delays in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 0, 5, 1, 4, 2]):
+        threads.run(6, main(delays), runnable=6)
+
+
+# What a rank has of its own, and what the ranks share.
+
+
+def test_gradient_mode_is_each_ranks_own():
+    def main(world: World) -> None:
+        with torch.set_grad_enabled(world.rank % 2 == 0):
+            for _ in range(3):
+                dist.barrier()
+                assert torch.is_grad_enabled() == (world.rank % 2 == 0)
+
+    threads.run(4, main)
+
+
+def test_at_most_the_given_number_of_ranks_compute():
+    running: set[int] = set()
+    most: list[int] = []
+
+    def main(world: World) -> None:
+        for _ in range(5):
+            running.add(world.rank)
+            most.append(len(running))
+            time.sleep(0.002)
+            running.discard(world.rank)
+            dist.barrier()
+
+    for runnable in (1, 3):
+        most.clear()
+        threads.run(8, main, runnable=runnable)
+        assert max(most) == runnable
+
+
+def test_ranks_compute_with_one_thread_each():
+    before = torch.get_num_threads()
+    assert threads.run(2, lambda _: torch.get_num_threads()) == [1, 1]
+    assert torch.get_num_threads() == before
+
+
+def test_share_computes_once_and_gives_all_the_same_object():
+    calls: list[int] = []
+
+    def main(world: World) -> tuple[object, object]:
+        def make() -> list[int]:
+            calls.append(world.rank)
+            time.sleep(0.05)
+            return [1, 2]
+
+        return world.share(make), world.share(object)
+
+    results = threads.run(4, main)
+    assert calls == [0]
+    assert all(a is results[0][0] and b is results[0][1] for a, b in results)
+    assert results[0][0] == [1, 2]
+
+
+# How a world ends early.
+
+
+def test_the_first_exception_ends_all_ranks_with_its_traceback():
+    went_on: list[int] = []
+
+    def fail_here(world: World) -> None:
+        if world.rank == 2:
+            raise KeyError("no such stage")
+
+    def main(world: World) -> None:
+        dist.barrier()
+        fail_here(world)
+        try:
+            dist.barrier()
+        except Exception:
+            went_on.append(world.rank)
+        went_on.append(world.rank)
+
+    with pytest.raises(
+        WorldError, match=r"rank 2 failed(.|\n)*in fail_here(.|\n)*no such stage"
+    ) as e:
+        threads.run(4, main)
+    assert e.value.rank == 2
+    assert isinstance(e.value.__cause__, KeyError)
+    assert went_on == []
+
+
+def test_an_exception_ends_ranks_that_wait_inside_a_backward_pass():
+    def main(world: World) -> None:
+        x = torch.ones(2, requires_grad=True)
+        gathered = funcol.all_gather_single_autograd(x, 0, dist.group.WORLD)
+        if world.rank == 1:
+            raise ValueError("not today")
+        gathered.sum().backward()
+
+    with pytest.raises(WorldError, match="rank 1 failed") as e:
+        threads.run(3, main)
+    assert isinstance(e.value.__cause__, ValueError)
+
+
+def test_a_deadlock_is_found_at_once_and_says_who_waits_for_what():
+    def main(world: World) -> None:
+        pair = dist.new_group([0, 1])
+        if world.rank == 0:
+            dist.all_reduce(torch.ones(3, 5), group=pair)
+        elif world.rank == 1:
+            dist.recv(torch.ones(2, dtype=torch.int64), 2, tag=7)
+        elif world.rank == 2:
+            return
+        else:
+            dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(WorldError) as e:
+        threads.run(5, main)
+    assert time.monotonic() - start < 5
+    assert e.value.rank is None
+    assert str(e.value).splitlines() == [
+        "deadlock, no rank can go on:",
+        "rank 0 waits for all_reduce(float32[3, 5], SUM), collective 0 of group 1 (ranks 0-1): "
+        "rank 1 did not come",
+        "rank 1 waits for rank 2 to send int64[2], tag 7, in group 0 (ranks 0-4)",
+        "ranks 3-4 wait for barrier(), collective 0 of group 0 (ranks 0-4): ranks 0-2 did not come",
+        "rank 2 has ended",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            lambda: dist.all_reduce(torch.ones(4)),
+            lambda: dist.broadcast(torch.ones(4), 0),
+            r"rank 0 called all_reduce\(float32\[4\], SUM\), "
+            r"but rank 1 called broadcast\(float32\[4\], root 0\)",
+        ),
+        (
+            lambda: dist.all_reduce(torch.ones(4)),
+            lambda: dist.all_reduce(torch.ones(2, 2)),
+            r"float32\[4\].*float32\[2, 2\]",
+        ),
+        (
+            lambda: dist.all_reduce(torch.ones(4)),
+            lambda: dist.all_reduce(torch.ones(4).double()),
+            r"float32\[4\].*float64\[4\]",
+        ),
+        (
+            lambda: dist.all_reduce(torch.ones(4)),
+            lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX),
+            "SUM.*MAX",
+        ),
+        (
+            lambda: dist.broadcast(torch.ones(4), 0),
+            lambda: dist.broadcast(torch.ones(4), 1),
+            "root 0.*root 1",
+        ),
+        (
+            lambda: dist.all_to_all_single(torch.ones(2), torch.ones(2), [1, 1], [1, 1]),
+            lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [2, 1], [2, 1]),
+            r"rank 0: all_to_all_single\(.*rank 1: all_to_all_single\(.*splits to \[2, 1\]",
+        ),
+        (
+            lambda: dist.send(torch.ones(4), 1),
+            lambda: dist.recv(torch.ones(3), 0),
+            r"tag 0 from rank 0 to rank 1.*float32\[4\] does not fit into float32\[3\]",
+        ),
+    ],
+)
+def test_calls_that_do_not_fit_together_are_both_named(first, second, message):
+    with pytest.raises(WorldError, match=message):
+        threads.run(2, lambda world: (first, second)[world.rank](), runnable=1)
+
+
+def test_communication_left_under_way_is_an_error():
+    def main(world: World) -> None:
+        if world.rank == 1:
+            dist.isend(torch.ones(3), 0)
+            dist.all_reduce(torch.ones(2), async_op=True)
+
+    with pytest.raises(WorldError) as e:
+        threads.run(2, main)
+    assert (
+        "all_reduce(float32[2], SUM), collective 0 of group 0 (ranks 0-1): rank 0 did not"
+        in str(e.value)
+    )
+    assert "rank 1 waits for rank 0 to receive float32[3], tag 0" in str(e.value)
+
+
+def test_a_rank_that_computes_for_ever_is_found_with_its_stack():
+    released = threading.Event()
+
+    def spin_here() -> None:
+        released.wait(30)
+
+    def main(world: World) -> None:
+        if world.rank == 1:
+            spin_here()
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(
+        WorldError, match=r"rank 1 did not communicate for 0.5 s(.|\n)*in spin_here"
+    ):
+        threads.run(3, main, timeout=0.5)
+    assert time.monotonic() - start < 10
+    released.set()
+
+
+def test_an_interrupt_of_the_main_thread_ends_the_world():
+    def main(world: World) -> None:
+        dist.barrier()
+        if world.rank == 0:
+            signal.raise_signal(signal.SIGINT)
+        while True:
+            time.sleep(0.01)
+            dist.barrier()
+
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(3, main)
+
+
+def test_nothing_of_a_world_is_left_behind():
+    originals = (distributed_c10d._world, DeviceMesh._init_one_process_group, device_mesh.threading)
+    kept: list[weakref.ref] = []
+
+    def main(world: World) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        sharded = distribute_tensor(numbered(5, 6), mesh, [Shard(0), Shard(1)])
+        sharded.redistribute(mesh, [Replicate(), Replicate()]).sum().full_tensor()
+        kept.extend([weakref.ref(mesh), weakref.ref(mesh.get_group("tp"))])
+        if fail and world.rank == 3:
+            raise ValueError("on purpose")
+
+    for fail in (False, True, False):
+        with pytest.raises(WorldError) if fail else contextlib.nullcontext():
+            threads.run(4, main)
+    gc.collect()
+    assert len(kept) == 24
+    assert [ref for ref in kept if ref() is not None] == []
+    now = (distributed_c10d._world, DeviceMesh._init_one_process_group, device_mesh.threading)
+    assert now == originals
+    assert not [t for t in threading.enumerate() if t.name.startswith("rank ")]
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.all_reduce(got := torch.ones(2))
+        mesh = init_device_mesh("cpu", (1,))
+        assert torch.equal(distribute_tensor(got, mesh, [Shard(0)]).full_tensor(), torch.ones(2))
+        assert dist.get_backend() == "gloo"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_world_inside_a_world_is_refused():
+    with pytest.raises(WorldError, match="a threads world is already running"):
+        threads.run(2, lambda _: threads.run(2, lambda _: None))
+
+
+def test_another_version_of_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.14.0")
+    with pytest.raises(RuntimeError, match=r"built on torch 2\.13, but this is 2\.14\.0"):
+        threads.run(1, lambda _: None)
