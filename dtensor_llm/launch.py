@@ -51,9 +51,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, corpus.Dataset]:
     try:
         config = parse_command_line(argv, surroundings(), more_rules=[DATA_RULE])
     except ConfigError as error:
-        if processes.read_place().rank == 0:
-            print(error, file=sys.stderr)
-        processes.leave(2)
+        processes.refuse(str(error))
     return config, load_data(config)
 
 

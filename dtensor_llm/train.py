@@ -184,7 +184,7 @@ class Trainer:
         dist.all_gather_object(names, own)
         found = [f"rank {rank}, gradient of {name}" for rank, name in enumerate(names) if name]
         return (
-            f"step {result.step}: loss {result.loss}, gradient norm {result.gradient_norm}; "
+            f"step {result.step + 1}: loss {result.loss}, gradient norm {result.gradient_norm}; "
             f"not finite first on {found[0] if found else 'no single gradient'}; "
             "the weights are those of the step before"
         )

@@ -179,11 +179,11 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
     ),
     (
         Surroundings(memory_bytes=4 * GIB),
-        "--model gpt2 --global-batch-size 8 --check-parity",
+        "--model gpt2 --global-batch-size 8 --check-parity --dtype float64",
         [
-            "memory: the run takes at least 9.7 GiB: weights, gradients and optimizer "
-            "124,439,808 x 4 x 4 bytes x 2 copies = 3.7 GiB, activations 6.0 GiB; this machine "
-            "has 4.0 GiB; --layers 2 would fit",
+            "memory: the run takes at least 19.5 GiB: weights, gradients and optimizer "
+            "124,439,808 x 4 x 8 bytes x 2 copies = 7.4 GiB, activations 12.1 GiB; this machine "
+            "has 4.0 GiB; a smaller --model would fit",
         ],
     ),
     (
@@ -314,6 +314,14 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         [
             "--zero 1: ZeRO stage 1 is not available yet: stages 0 (replicated) and 3 (fully "
             "sharded) are",
+        ],
+    ),
+    (
+        ALONE,
+        "--check-parity",
+        [
+            "--check-parity compares to a bound that holds for float64, but --dtype is float32; "
+            "--dtype float64 would do",
         ],
     ),
     (

@@ -1,7 +1,6 @@
 """Trains a small configuration on a mesh and compares it with the reference: what most tests do."""
 
 import dataclasses
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -167,7 +166,7 @@ def parity_with(config: Config, reference: Run, mask: str = "uneven") -> Report:
 
 
 def torchrun(num_processes: int, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a script of this repository under torchrun, on a port that the system chooses."""
+    """Run a script, or -m and a module, under torchrun, on a port that the system chooses."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d"]
     launcher += ["--rdzv-endpoint=localhost:0", f"--nproc-per-node={num_processes}"]
     return run_script(*launcher, *command)
@@ -175,7 +174,4 @@ def torchrun(num_processes: int, *command: str) -> subprocess.CompletedProcess[s
 
 def run_script(*command: str) -> subprocess.CompletedProcess[str]:
     """Run a command in the repository's root."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS * 2
-    )
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS * 2)

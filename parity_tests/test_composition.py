@@ -117,7 +117,8 @@ def test_case_equals_one_device(case: Case) -> None:
 @pytest.mark.parametrize("index", PROCESS_CASES, ids=lambda index: name_of(CASES[index]))
 def test_case_equals_one_device_under_torchrun(index: int) -> None:
     config = configuration(CASES[index])
-    done = torchrun(config.parallel.mesh.num_ranks, "parity_tests/torchrun_case.py", str(index))
+    num_ranks = config.parallel.mesh.num_ranks
+    done = torchrun(num_ranks, "-m", "parity_tests.torchrun_case", str(index))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal" in done.stdout
 

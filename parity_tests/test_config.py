@@ -232,7 +232,7 @@ def test_every_flag_sets_its_field() -> None:
         "--dropout 0.1 --attention-dropout 0.2 --rope-theta 5e5 --norm-eps 1e-6 --init-std 0.01 "
         "--global-batch-size 32 --micro-batch-size 4 --steps 9 --lr 1e-3 --warmup-steps 2 "
         "--min-lr-ratio 0 --weight-decay 0.2 --clip-grad 0.5 --seed 7 --optimizer sgd "
-        "--momentum 0.5 --beta1 0.8 --beta2 0.9 --eps 1e-6 --dtype float64 --eval-every 3 "
+        "--momentum 0.5 --beta1 0.8 --beta2 0.9 --eps 1e-6 --dtype float64 --eval-every 3 --eval-samples 5 "
         "--mesh 2x2x1 --zero 0 --schedule gpipe --no-sequence-parallel --world threads "
         "--device cpu --timeout 5 --data a b --check-parity --metrics run.jsonl"
     )
@@ -398,9 +398,9 @@ KEPT_PER_TOKEN_AND_BLOCK = 4 * 64 + 4 * 64 + 2 * 256
         ),
         # ZeRO 0 holds dp copies, the reference of a parity check is one more
         (
-            "--mesh 1x1x4 --zero 0 --check-parity --optimizer sgd --momentum 0",
-            220_544 * 2 * 4 * 5,
-            4096 * (4 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4,
+            "--mesh 1x1x4 --zero 0 --check-parity --dtype float64 --optimizer sgd --momentum 0",
+            220_544 * 2 * 8 * 5,
+            4096 * (4 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 8,
         ),
         # 1F1B on 2 stages: 2 and 1 microbatches in flight, 1.5 x 4 blocks
         (

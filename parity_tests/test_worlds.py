@@ -3,6 +3,7 @@ errors, hangs and deadlocks end it with the message that names them."""
 
 import contextlib
 import gc
+import os
 import signal
 import threading
 import time
@@ -14,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -38,7 +39,7 @@ def numbered(*shape: int) -> Tensor:
 
 
 def test_uneven_vocabulary_comes_back_whole():
-    def main(world: World) -> None:
+    def main(_: World) -> None:
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         table = numbered(61, 6)
         model = nn.Sequential(nn.Embedding(61, 6), nn.Linear(6, 61, bias=False)).double()
@@ -59,7 +60,7 @@ def test_uneven_vocabulary_comes_back_whole():
 
 @pytest.mark.parametrize("rows", [7, 8, 5])
 def test_uneven_shards_stay_each_ranks_own_in_shared_decisions(rows):
-    def main(world: World) -> None:
+    def main(_: World) -> None:
         mesh = init_device_mesh("cpu", (4,))
         whole = numbered(rows, 6)
         sharded = distribute_tensor(whole, mesh, [Shard(0)])
@@ -287,9 +288,10 @@ def test_an_exception_ends_ranks_that_wait_inside_a_backward_pass():
     def main(world: World) -> None:
         x = torch.ones(2, requires_grad=True)
         gathered = funcol.all_gather_single_autograd(x, 0, dist.group.WORLD)
+        total = gathered.sum()
         if world.rank == 1:
             raise ValueError("not today")
-        gathered.sum().backward()
+        total.backward()
 
     with pytest.raises(WorldError, match="rank 1 failed") as e:
         threads.run(3, main)
@@ -408,7 +410,7 @@ def test_an_interrupt_of_the_main_thread_ends_the_world():
     def main(world: World) -> None:
         dist.barrier()
         if world.rank == 0:
-            signal.raise_signal(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
         while True:
             time.sleep(0.01)
             dist.barrier()
@@ -426,6 +428,7 @@ def test_nothing_of_a_world_is_left_behind():
         sharded = distribute_tensor(numbered(5, 6), mesh, [Shard(0), Shard(1)])
         sharded.redistribute(mesh, [Replicate(), Replicate()]).sum().full_tensor()
         kept.extend([weakref.ref(mesh), weakref.ref(mesh.get_group("tp"))])
+        dist.barrier()
         if fail and world.rank == 3:
             raise ValueError("on purpose")
 

@@ -11,6 +11,8 @@ from dtensor_llm.parity import ParityCheck, Report, Run, needs_control, referenc
 from dtensor_llm.train import Trainer, train
 from dtensor_llm.worlds import World, processes
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, for reference/
+
 
 def main() -> int:
     config, data = prepare(sys.argv[1:])
@@ -47,7 +49,6 @@ def compare_with_reference(config: Config, data: Dataset, parity: ParityCheck) -
 
 def reference_run(config: Config, data: Dataset, *, reverse: bool = False) -> Run:
     """The same training on one device, by the code of the repository's folder reference/."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from reference.training import train as train_reference
 
     batches = [data.batch(step) for step in range(config.train.steps)]

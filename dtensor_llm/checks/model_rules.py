@@ -164,6 +164,14 @@ def zero_stage_is_available(config: Config, _: Surroundings) -> Iterator[str]:
         )
 
 
+def parity_has_a_rule(config: Config, _: Surroundings) -> Iterator[str]:
+    if config.run.check_parity and config.train.dtype != "float64":
+        yield (
+            f"--check-parity compares to a bound that holds for float64, but --dtype is "
+            f"{config.train.dtype}; --dtype float64 would do"
+        )
+
+
 ON_THE_MESH = (
     Rule(batch_divides, frozenset({"global_batch_size", "micro_batch_size", "mesh"})),
     Rule(
@@ -187,6 +195,7 @@ MODEL_RULES = (
     *ON_THE_MESH,
     Rule(axes_are_available, frozenset({"mesh"})),
     Rule(zero_stage_is_available, frozenset({"zero"})),
+    Rule(parity_has_a_rule, frozenset({"check_parity", "dtype"})),
 )
 
 

@@ -7,7 +7,7 @@ world it is in, and no environment variable is read outside it.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -73,3 +73,15 @@ def environment_size() -> int:
 def is_torchrun() -> bool:
     """Whether a launcher such as torchrun started this process, whatever the number of ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Sorted ranks in words, runs shortened: "rank 3", "ranks 0-2, 7"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -20,11 +20,12 @@ from dtensor_llm.worlds import World, is_torchrun
 from dtensor_llm.worlds.processes_rank import Place, close_world, open_world
 from dtensor_llm.worlds.processes_spawn import spawn
 
-__all__ = ["leave", "run", "spawn"]
+__all__ = ["leave", "refuse", "run", "spawn"]
 
 T = TypeVar("T")
 
 _START = timedelta(minutes=10)
+_PATIENCE = timedelta(seconds=5)  # for the rank that speaks: torchrun ends all once one has left
 
 
 def run(main: Callable[[World], T], *, device: str = "auto", timeout: float | None = None) -> T:
@@ -46,9 +47,7 @@ def run(main: Callable[[World], T], *, device: str = "auto", timeout: float | No
     """
     place = read_place()
     kind = _choose_device(device, place)
-    store: dist.Store = dist.HashStore()
-    if is_torchrun():
-        store, _, _ = next(dist.rendezvous("env://", timeout=_START))
+    store = _connect(_START)
     try:
         world = open_world(place, kind, timeout, store)
         result = main(world)
@@ -60,6 +59,24 @@ def run(main: Callable[[World], T], *, device: str = "auto", timeout: float | No
         if dist.is_initialized():
             dist.destroy_process_group()
         raise
+
+
+def refuse(message: str) -> NoReturn:
+    """End this process with exit status 2 before any world is open: every rank that cannot start.
+
+    Rank 0 says why; the others leave after it has. Where rank 0 can start, the first of them says it.
+    """
+    place = read_place()
+    if place.rank == 0:
+        print(message, file=sys.stderr, flush=True)
+    if place.size > 1:
+        with contextlib.suppress(RuntimeError):  # without rank 0 there may be no store
+            store = _connect(_PATIENCE)
+            if place.rank == 0:
+                store.set("told", "")
+            elif not _was_told(store):
+                _tell_once(store, message)
+    leave(2)
 
 
 def leave(code: int = 0) -> NoReturn:
@@ -86,6 +103,31 @@ def read_place() -> Place:
     return Place(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
 
+def _connect(timeout: timedelta) -> dist.Store:
+    """Where the ranks find each other."""
+    if not is_torchrun():
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return store
+
+
+def _tell_once(store: dist.Store, message: str) -> None:
+    """Print the message of the first rank that calls; the others wait until it is out."""
+    if store.add("failures", 1) == 1:
+        print(message, file=sys.stderr, flush=True)
+        store.set("told", "")
+    else:
+        _was_told(store)
+
+
+def _was_told(store: dist.Store) -> bool:
+    try:
+        store.wait(["told"], _PATIENCE)
+    except dist.DistStoreError:
+        return False
+    return True
+
+
 def _choose_device(device: str, place: Place) -> torch.device:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cpu" or (device == "auto" and gpus == 0):
@@ -104,10 +146,7 @@ def _fail(place: Place, store: dist.Store, error: BaseException) -> NoReturn:
     """Leave after a failure; only the first rank to fail says why."""
     if isinstance(error, SystemExit):
         leave(error.code if isinstance(error.code, int) else 1)
-    first = False
+    trace = "".join(traceback.format_exception(error))
     with contextlib.suppress(RuntimeError):  # the store ends with the rank that keeps it
-        first = store.add("failures", 1) == 1
-    if first:
-        trace = "".join(traceback.format_exception(error))
-        print(f"rank {place.rank} of {place.size} failed:\n{trace}", file=sys.stderr)
+        _tell_once(store, f"rank {place.rank} of {place.size} failed:\n{trace}")
     leave(1)

@@ -38,7 +38,7 @@ def open_world(
         timeout: seconds that a collective may take, None for the device's default.
         store: where the ranks find each other.
     """
-    _set_threads(place.local_size)
+    set_threads(place.local_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     seconds = _TIMEOUT_SECONDS[device.type] if timeout is None else timeout
@@ -65,7 +65,7 @@ def close_world() -> None:
     dist.destroy_process_group()
 
 
-def _set_threads(local_size: int) -> None:
+def set_threads(local_size: int) -> None:
     """Divide the cores among the ranks of this machine, unless the user has set a number.
 
     torchrun sets OMP_NUM_THREADS=1 where the user has set none, so a 1 from it does not count.

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dtensor_llm.worlds import World, WorldError
-from dtensor_llm.worlds.processes_rank import Place, close_world, open_world
+from dtensor_llm.worlds import World, WorldError, name_ranks
+from dtensor_llm.worlds.processes_rank import Place, open_world
 
 T = TypeVar("T")
 
@@ -83,12 +83,10 @@ def _be_rank(
         store = dist.FileStore(path, place.size)
         world = open_world(place, torch.device("cpu"), timeout, store)
         report = main(world)
-        close_world()
     except BaseException as error:
         report = _Failure("".join(traceback.format_exception(error)), _picklable(error))
     parent.send(report)
-    # A rank that ended here and now would break the others' connections, and they would report
-    # that in place of the failure.
+    # A rank that ended now would break the others' connections, and they would report that.
     parent.poll(None)
     os._exit(0)
 
@@ -116,8 +114,8 @@ def _collect(
         waiting = [pipe for pipe, rank in rank_of.items() if rank not in results]
         ready = connection.wait(waiting, deadline - time.monotonic())
         if not ready:
-            missing = [rank for rank in range(len(ranks)) if rank not in results]
-            raise WorldError(f"ranks {missing} did not end within {timeout:g} s", missing[0])
+            late = [rank for rank in range(len(ranks)) if rank not in results]
+            raise WorldError(f"{name_ranks(late)} did not end within {timeout:g} s", late[0])
         for pipe in ready:
             assert isinstance(pipe, connection.Connection)
             rank = rank_of[pipe]

@@ -14,15 +14,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from dtensor_llm.worlds import World, WorldError
+from dtensor_llm.worlds import World, WorldError, name_ranks
 from dtensor_llm.worlds.threads_mesh import SharedGroups
-from dtensor_llm.worlds.threads_scheduler import Aborted, Event, Scheduler, name_ranks
+from dtensor_llm.worlds.threads_scheduler import Aborted, Event, Scheduler
 from dtensor_llm.worlds.threads_torch import enter_rank, leave_rank, torch_for_threads
 
 T = TypeVar("T")
 
 _STACK_BYTES = 8 * 2**20
 _SECONDS_TO_LEAVE = 2.0
+_SECONDS_TO_LOOK = 0.5  # also how long an interrupt may go unseen
 
 
 def run(
@@ -110,7 +111,7 @@ def _start_threads(size: int, run_rank: Callable[[int], None]) -> list[threading
 def _watch(scheduler: Scheduler, threads: list[threading.Thread], timeout: float) -> None:
     """Return when all ranks have ended or one has failed, which a hang counts as."""
     progress, since = -1, time.monotonic()
-    while not scheduler.decided.wait(timeout / 4):
+    while not scheduler.decided.wait(min(timeout / 4, _SECONDS_TO_LOOK)):
         if scheduler.progress != progress:
             progress, since = scheduler.progress, time.monotonic()
         elif time.monotonic() - since >= timeout:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dtensor_llm.worlds import name_ranks
 from dtensor_llm.worlds.threads_collectives import COMPUTE, Call, copy, describe_tensor
-from dtensor_llm.worlds.threads_scheduler import Event, Scheduler, name_ranks
+from dtensor_llm.worlds.threads_scheduler import Event, Scheduler
 
 
 class MismatchError(RuntimeError):

@@ -8,7 +8,9 @@ known exactly and at once.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+
+from dtensor_llm.worlds import name_ranks
 
 
 class Aborted(BaseException):
@@ -155,15 +157,3 @@ class Scheduler:
             ended = sorted(self._ended)
             lines.append(f"{name_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended")
         return "\n".join(["deadlock, no rank can go on:", *lines])
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Sorted ranks in words, runs shortened: "rank 3", "ranks 0-2, 7"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

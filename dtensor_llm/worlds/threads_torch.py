@@ -110,6 +110,7 @@ def _swap(undo: contextlib.ExitStack, owner: Any, name: str, value: object) -> N
 def _forget_meshes() -> None:
     """Empty the caches of torch that would keep this world's meshes, and with them its groups."""
     _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
 

@@ -1,0 +1,1 @@
+"""One strategy a file: idea, paper, placements, collectives, and the code that applies them."""

@@ -1,0 +1,13 @@
+"""scripts/train_gpt.py with a planted bug: [torchrun ...] -m parity_tests.faulty_train FAULT ARG..."""
+
+import runpy
+import sys
+
+from parity_tests.faults import FAULTS
+from parity_tests.harness import ROOT
+
+if __name__ == "__main__":
+    name = sys.argv.pop(1)
+    fault = next(fault for fault in FAULTS if fault.name == name)
+    with fault.plant():
+        runpy.run_path(str(ROOT / "scripts" / "train_gpt.py"), run_name="__main__")
