@@ -75,7 +75,7 @@ def move(x: Tensor, group: dist.ProcessGroup, before: Placement, after: Placemen
         own = parts.new_empty(parts.shape[0] // group.size(), *parts.shape[1:])
         dist.reduce_scatter_single(own, parts, group=group)
         return own
-    assert isinstance(before, Shard) and after.is_replicate(), f"{before} to {after} is not in the table"
+    assert isinstance(before, Shard) and after.is_replicate(), f"{before} to {after}: not a move"
     parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     dist.all_gather_single(parts, x.contiguous(), group=group)
     return torch.cat(parts.chunk(group.size()), dim=before.dim)

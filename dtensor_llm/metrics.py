@@ -8,6 +8,7 @@ import json
 import resource
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -43,7 +44,7 @@ class Reporter:
     def __enter__(self) -> Self:
         path = self.config.run.metrics
         if self.speaks and path is not None:
-            self.metrics = open(path, "w", encoding="utf-8")  # noqa: SIM115 # closed in __exit__
+            self.metrics = Path(path).open("w", encoding="utf-8")
         return self
 
     def __exit__(

@@ -10,7 +10,7 @@ A pipeline stage is a GPT with some of the blocks; `first` says whether it holds
 whole model, so a parameter has one name on every mesh.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F

@@ -104,10 +104,11 @@ def counts_here(weight: nn.Parameter, mesh: DeviceMesh) -> bool:
 
 
 def sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """In float64, whatever the tensors are."""
+    """In float64; the norm of each tensor is taken in its dtype, in float32 for lower ones."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
-    return torch.nn.utils.get_total_norm(tensors).double().square()
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype)).double().square().sum()
 
 
 def clip_gradients(shards: list[nn.Parameter], largest_norm: float, norm: Tensor) -> None:

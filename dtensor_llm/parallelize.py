@@ -7,7 +7,7 @@
 5. initialize: each rank draws its own elements
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,21 +40,18 @@ class Parallelized:
 
     config: Config
     mesh: DeviceMesh
+    axes: Mapping[str, DeviceMesh]  # those of more than one rank
     device: torch.device
     model: GPT
     loss_function: Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> sum over tokens
     schedule: PipelineScheduleSingle | None  # None without pipeline parallelism
 
-    def active(self, axis: str) -> bool:
-        """Whether the mesh axis has more than one rank."""
-        return self.mesh[axis].size() > 1
-
     def finalize_gradients(self) -> None:
         """What is left to reduce once all microbatches are done."""
-        if self.active("tp"):
-            sequence_parallel.reduce_partial_gradients(self.model, self.mesh["tp"])
-        if self.active("pp"):
-            pipeline_parallel.sum_tied_gradients(self.model, self.mesh["pp"])
+        if "tp" in self.axes:
+            sequence_parallel.reduce_partial_gradients(self.model, self.axes["tp"])
+        if "pp" in self.axes:
+            pipeline_parallel.sum_tied_gradients(self.model, self.axes["pp"])
 
 
 def parallelize(config: Config, device: torch.device) -> Parallelized:
@@ -62,28 +59,29 @@ def parallelize(config: Config, device: torch.device) -> Parallelized:
 
     Comm: none but the making of process groups.
     """
-    sizes = config.parallel.mesh
-    mesh = build_mesh(sizes, device.type)
+    mesh = build_mesh(config.parallel.mesh, device.type)
+    names_and_sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+    axes = {axis: mesh[axis] for axis, size in names_and_sizes if size > 1}
     with torch.device("meta"):
-        if sizes.pp > 1:
-            model = pipeline_parallel.build_stage(config.model, mesh["pp"])
+        if "pp" in axes:
+            model = pipeline_parallel.build_stage(config.model, axes["pp"])
         else:
             model = GPT(config.model)
     model.to(DTYPES[config.train.dtype])
     loss_function: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy
-    if sizes.tp > 1:
-        apply_tensor_parallel(config, model, mesh["tp"])
-        loss_function = tensor_parallel.loss_function(config.model.vocab_size, mesh["tp"])
+    if "tp" in axes:
+        apply_tensor_parallel(config, model, axes["tp"])
+        loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp"])
     model.tie_embeddings()
-    if sizes.dp > 1:
+    if config.dp > 1:
         strategy = zero if config.parallel.zero == 3 else data_parallel
         strategy.apply(model, data_mesh(config, mesh), device)
     materialize(model, device)
     initialize(model, config.train.seed)
     schedule = None
-    if sizes.pp > 1:
-        schedule = make_schedule(config, model, mesh["pp"], loss_function, device)
-    return Parallelized(config, mesh, device, model, loss_function, schedule)
+    if "pp" in axes:
+        schedule = make_schedule(config, model, axes["pp"], loss_function, device)
+    return Parallelized(config, mesh, axes, device, model, loss_function, schedule)
 
 
 def data_mesh(config: Config, mesh: DeviceMesh) -> DeviceMesh:
@@ -91,6 +89,7 @@ def data_mesh(config: Config, mesh: DeviceMesh) -> DeviceMesh:
     if config.parallel.mesh.dp_replicate == 1:
         return mesh["dp_shard"]
     both = mesh["dp_replicate", "dp_shard"]
+    # Private: torch 2.13 has no public way to make one axis of two.
     return both if config.parallel.zero == 3 else both._flatten("dp")
 
 

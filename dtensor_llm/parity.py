@@ -121,7 +121,7 @@ class ParityCheck:
             }
 
     def compare(self, reference: Run, control: Run | None = None) -> Report:
-        """Errors against `reference`; bounds from the contract, or from `control` where it is given.
+        """Errors against `reference`; bounds from the contract, or from `control` if there is one.
 
         Every rank calls it and gets the same report. Comm: one all-reduce (MAX) a quantity.
         """
@@ -160,12 +160,15 @@ class ParityCheck:
         self, quantity: str, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]
     ) -> dict[str, float]:
         """{tensor: error} over the elements of all ranks."""
-        device = self.trainer.world.device
-        slices = {name: local_slice(w) for name, w in self.trainer.optimizer.weights.items()}
+        device, weights = self.trainer.world.device, self.trainer.optimizer.weights
+        unknown = own.keys() - whole.keys()
+        assert not unknown, f"the reference lacks the {quantity} of {sorted(unknown)}"
         differences = torch.full((len(whole),), -1.0, dtype=torch.float64, device=device)
         for index, (name, b) in enumerate(whole.items()):
             if name in own:
-                differences[index] = largest_difference(own[name], b[slices[name]].to(device))
+                assert_same_shape(weights[name], b)
+                part = b[local_slice(weights[name])].to(device)
+                differences[index] = largest_difference(own[name], part)
         if self.trainer.world.size > 1:
             dist.all_reduce(differences, dist.ReduceOp.MAX)
         found = dict(zip(whole, differences.tolist(), strict=True))
@@ -229,9 +232,13 @@ def _root(quantity: str, x: Tensor) -> Tensor:
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape, f"{tuple(a.shape)} against the reference's {tuple(b.shape)}"
+    assert_same_shape(a, b)
     difference = (a.double() - b.double()).abs().amax().item() if a.numel() else 0.0
     return difference if math.isfinite(difference) else math.inf
+
+
+def assert_same_shape(a: Tensor, b: Tensor) -> None:
+    assert a.shape == b.shape, f"{tuple(a.shape)} against the reference's {tuple(b.shape)}"
 
 
 def relative_errors(
@@ -258,6 +265,6 @@ def worst_row(quantity: str, errors: Mapping[str, float]) -> Row:
 
 
 def _over(difference: float, scale: float) -> float:
-    if math.isnan(difference):
+    if not math.isfinite(difference):
         return math.inf
     return difference / scale if scale > 0 else (0.0 if difference == 0 else math.inf)

@@ -209,7 +209,7 @@ def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def chunk(size: int, index: int, count: int) -> tuple[int, int]:
-    """(start, length) of one of `count` parts, as `torch.chunk` and DTensor cut: the last smaller."""
+    """(start, length) of one of `count` parts, cut as by `torch.chunk`: the last ones smaller."""
     largest = -(-size // count)
     start = min(index * largest, size)
     return start, min(largest, size - start)

@@ -55,7 +55,7 @@ class Trainer:
         self.model, self.mesh = self.parallel.model, self.parallel.mesh
         self.optimizer = Optimizer(self.model, config.train)
         self.data_groups = [
-            self.mesh.get_group(axis) for axis in DATA_AXES if self.parallel.active(axis)
+            self.parallel.axes[axis].get_group() for axis in DATA_AXES if axis in self.parallel.axes
         ]
         size = config.train.global_batch_size // config.dp
         self.samples = slice(self.data_rank() * size, (self.data_rank() + 1) * size)
@@ -64,8 +64,7 @@ class Trainer:
     def data_rank(self) -> int:
         """Which part of the global batch this rank computes."""
         rank = 0
-        for axis in DATA_AXES:
-            group = self.mesh.get_group(axis)
+        for group in self.data_groups:
             rank = rank * group.size() + group.rank()
         return rank
 
@@ -141,14 +140,16 @@ class Trainer:
             self.model.set_requires_gradient_sync(is_last)
 
     def own_sum_of_squares(self) -> Tensor:
-        """Of the gradient elements that this rank is the one to count."""
-        return sum_of_squares(
-            [
-                shard.grad
-                for name, shard in self.optimizer.shards.items()
-                if self.counts_here(name) and shard.grad is not None
-            ]
-        )
+        """Of the gradient elements that this rank is the one to count.
+
+        The copies that others count add nothing, but for NaN where one of them is not finite.
+        """
+        counted: list[Tensor] = []
+        copies: list[Tensor] = []
+        for name, shard in self.optimizer.shards.items():
+            if shard.grad is not None:
+                (counted if self.counts_here(name) else copies).append(shard.grad)
+        return sum_of_squares(counted) + 0.0 * sum_of_squares(copies)
 
     def counts_here(self, name: str) -> bool:
         """Whether the parameter's local elements enter sums over all ranks from here."""
@@ -240,8 +241,8 @@ def train(
 
     A run of fewer steps than `eval_every` does not evaluate.
 
-    Called on every rank: `on_gradients(result)` between backward and update, `on_step(result)` after
-    it, `on_evaluation(steps done, loss, tokens)`.
+    Called on every rank: `on_gradients(result)` between backward and update, `on_step(result)`
+    after it, `on_evaluation(steps done, loss, tokens)`.
     """
     config = trainer.config.train
 

@@ -1,4 +1,4 @@
-"""scripts/train_gpt.py with a planted bug: [torchrun ...] -m parity_tests.faulty_train FAULT ARG..."""
+"""scripts/train_gpt.py with a planted bug: -m parity_tests.faulty_train FAULT [ARGUMENT...]."""
 
 import runpy
 import sys

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_llm.worlds import World, WorldError, threads
 
@@ -72,6 +73,21 @@ def test_uneven_shards_stay_each_ranks_own_in_shared_decisions(rows):
 
     threads.run(4, main)
     threads.run(4, main)  # again, with the decisions of the first world
+
+
+def test_the_mask_of_a_row_sharded_embedding_stays_each_ranks_own():
+    def main(_: World) -> Placement:
+        mesh = init_device_mesh("cpu", (4,))
+        table, tokens = numbered(13, 6), torch.tensor([0, 4, 11, 12])
+        rows = distribute_tensor(table, mesh, [Shard(0)])
+        part = nn.functional.embedding(distribute_tensor(tokens, mesh, [Replicate()]), rows)
+        mask = part.placements[0]
+        assert mask.is_partial()
+        assert torch.equal(part.full_tensor(), table[tokens])
+        return mask
+
+    masks = threads.run(4, main) + threads.run(4, main)
+    assert len({id(mask) for mask in masks}) == len(masks)
 
 
 # The strategies, in short.

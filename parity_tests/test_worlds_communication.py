@@ -218,6 +218,10 @@ def test_objects_travel():
         box = ["from 2"] if world.rank == 2 else [None]
         dist.broadcast_object_list(box, src=2)
         assert box == ["from 2"]
+        dist.scatter_object_list(box, [f"to {rank}" for rank in range(SIZE)], src=1)
+        assert box == [f"to {world.rank}"]
+        dist.gather_object(box[0], everything if world.rank == 3 else None, dst=3)
+        assert world.rank != 3 or everything == [f"to {rank}" for rank in range(SIZE)]
 
     threads.run(SIZE, main)
 

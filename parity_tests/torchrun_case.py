@@ -1,4 +1,4 @@
-"""One case of test_composition.py on real processes: torchrun ... -m parity_tests.torchrun_case INDEX."""
+"""A case of test_composition.py on real processes: torchrun ... -m parity_tests.torchrun_case I."""
 
 import sys
 

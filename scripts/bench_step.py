@@ -57,7 +57,8 @@ class PlainBlock(nn.Module):
 class PlainGPT(nn.Module):
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(c.vocab_size, c.width), nn.Embedding(256, c.width)
+        self.tokens = nn.Embedding(c.vocab_size, c.width)
+        self.positions = nn.Embedding(c.seq_len, c.width)
         self.blocks = nn.Sequential(*(PlainBlock(c.width, c.heads) for _ in range(c.layers)))
         self.norm = nn.LayerNorm(c.width)
         for p in self.parameters():
@@ -102,7 +103,8 @@ def batches(num: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--steps", type=int, default=15, help="timed steps of each (default: 15)")
     num_steps = parser.parse_args().steps
 

@@ -8,7 +8,7 @@ from dtensor_llm.data import Dataset
 from dtensor_llm.launch import launch, prepare
 from dtensor_llm.metrics import Reporter
 from dtensor_llm.parity import ParityCheck, Report, Run, needs_control, reference_arguments
-from dtensor_llm.train import Trainer, train
+from dtensor_llm.train import Trainer, TrainingError, train
 from dtensor_llm.worlds import World, processes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, for reference/
@@ -24,13 +24,17 @@ def run_rank(config: Config, data: Dataset, world: World) -> int:
         reporter.on_start(data)
         trainer = Trainer(config, world)
         parity = ParityCheck(trainer)
-        train(
-            trainer,
-            data,
-            on_gradients=parity.on_gradients if config.run.check_parity else None,
-            on_step=reporter.on_step,
-            on_evaluation=reporter.on_evaluation,
-        )
+        try:
+            train(
+                trainer,
+                data,
+                on_gradients=parity.on_gradients if config.run.check_parity else None,
+                on_step=reporter.on_step,
+                on_evaluation=reporter.on_evaluation,
+            )
+        except TrainingError as error:  # on every rank alike
+            reporter.line(f"stopped: {error}")
+            return 1
         if not config.run.check_parity:
             return 0
         report = compare_with_reference(config, data, parity)

@@ -20,6 +20,8 @@ backward pass has left it.
 """
 
 import torch
+
+# Private path: torch 2.13 exports this replicate, the one that composes with tp, nowhere else.
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 

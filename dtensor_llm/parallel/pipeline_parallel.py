@@ -3,8 +3,8 @@
 The idea in five lines. Cut the model into stages of consecutive blocks. A batch goes through in m
 microbatches, so that while the last stage works on the first of them the first stage can work on
 another. GPipe runs all forwards, then all backwards, and keeps m activations; 1F1B starts a
-microbatch's backward as soon as its forward is done, and keeps at most pp. Both idle (pp-1)/(m+pp-1)
-of the time. Gradients of the microbatches add up; nothing is rescaled.
+microbatch's backward as soon as its forward is done, and keeps at most pp. Both idle for
+(pp-1)/(m+pp-1) of the time. Gradients of the microbatches add up; nothing is rescaled.
 
 Papers: Huang et al., GPipe, arXiv 1811.06965, section 2; Narayanan et al., PipeDream-2BW and 1F1B,
 arXiv 2006.09503, section 2, and arXiv 2104.04473, section 2.2. The schedules are torch's.

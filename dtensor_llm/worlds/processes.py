@@ -64,7 +64,8 @@ def run(main: Callable[[World], T], *, device: str = "auto", timeout: float | No
 def refuse(message: str) -> NoReturn:
     """End this process with exit status 2 before any world is open: every rank that cannot start.
 
-    Rank 0 says why; the others leave after it has. Where rank 0 can start, the first of them says it.
+    Rank 0 says why; the others leave after it has. Where rank 0 can start, the first of them says
+    it.
     """
     place = read_place()
     if place.rank == 0:

@@ -4,6 +4,7 @@ All of it leans on private parts of torch 2.13, so another version is refused.
 """
 
 import contextlib
+import gc
 import itertools
 import threading
 import warnings
@@ -26,10 +27,13 @@ from dtensor_llm.worlds.threads_mesh import (
     concatenate,
     join_axis_group,
     register,
+    slice_mesh,
 )
 from dtensor_llm.worlds.threads_sharding import SharedPropagation
 
 TORCH_VERSION = "2.13"
+
+_FULL_COLLECTION_EVERY = 100  # collections of the middle generation; Python's default is 10
 
 _one_world = threading.Lock()
 _mesh_ids = itertools.count(1)
@@ -86,6 +90,7 @@ def _install(undo: contextlib.ExitStack) -> None:
     _swap(undo, device_mesh, "threading", SimpleNamespace(get_ident=lambda: state.mesh_id))
     _swap(undo, DeviceMesh, "_init_one_process_group", staticmethod(join_axis_group))
     _swap(undo, DeviceMesh, "_concatenate", staticmethod(concatenate))
+    _swap(undo, DeviceMesh, "__getitem__", slice_mesh)
     _swap(undo, ShardingPropagator, "_fake_mode_lock", threading.RLock())
     propagator = DTensor._op_dispatcher.sharding_propagator
     shared = SharedPropagation(propagator)
@@ -98,6 +103,9 @@ def _install(undo: contextlib.ExitStack) -> None:
     # Threads start with the number that is set at the time; ranks compute with one each.
     undo.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(1)
+    # What hundreds of ranks hold lives as long as they do: there is little to find in all of it.
+    undo.callback(gc.set_threshold, *gc.get_threshold())
+    gc.set_threshold(*gc.get_threshold()[:2], _FULL_COLLECTION_EVERY)
     # The ranks save and restore the filters in turns, so the last one may restore another's.
     undo.enter_context(warnings.catch_warnings())
 

@@ -1,0 +1,169 @@
+"""Trainer: evaluation is exact and changes nothing; what is not finite stops every rank alike."""
+
+import dataclasses
+import math
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtensor_llm import data
+from dtensor_llm.config import Config
+from dtensor_llm.train import StepResult, Trainer, TrainingError, train
+from dtensor_llm.worlds import World, threads
+from parity_tests.harness import SECONDS, batches_for, small_config
+from reference.model import ModelOptions, initial_weights
+from reference.training import evaluate as evaluate_reference
+from reference.training import options_from
+
+MESHES = ["1x1x1", "1x1x2", "1x2x1", "2x2x2"]
+BOUND = 1e-12
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> data.Dataset:
+    """Token ids below 61; the validation sequences do not fill their last batch of 8."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(61, (5000,), generator=generator)
+    path = tmp_path_factory.mktemp("data") / "ids.bin"
+    path.write_bytes(array("H", ids.tolist()).tobytes())
+    corpus = data.load([str(path)], seq_len=8, global_batch_size=8, vocab_size=61)
+    assert len(corpus.validation) > 8
+    assert len(corpus.validation) % 8 != 0
+    return corpus
+
+
+def on_every_rank(config: Config, main: Callable[[World], Any]) -> list[Any]:
+    return threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("max_samples", [None, 5])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_evaluation_is_the_mean_over_all_tokens(
+    mesh: str, max_samples: int | None, corpus: data.Dataset
+) -> None:
+    config = small_config(mesh, dropout=0.5)
+
+    def main(world: World) -> tuple[float, int]:
+        trainer = Trainer(config, world)
+        return trainer.evaluate(corpus.evaluation_batches(8, trainer.samples, max_samples))
+
+    results = on_every_rank(config, main)
+    options = options_from(ModelOptions, dataclasses.asdict(config.model))
+    weights = initial_weights(options, config.train.seed, torch.float64)
+    whole = [(b.tokens, b.labels) for b in corpus.evaluation_batches(8, None, max_samples)]
+    total, count = evaluate_reference(dataclasses.asdict(config.model), weights, whole)
+    assert count == 8 * (max_samples or len(corpus.validation))
+    assert set(results) == {results[0]}, "every rank knows the same number"
+    loss, num_tokens = results[0]
+    assert num_tokens == count
+    assert loss == pytest.approx(total / count, rel=BOUND)
+
+
+def test_nothing_to_evaluate_is_no_division_by_zero() -> None:
+    config = small_config("1x1x2")
+    assert (
+        on_every_rank(config, lambda world: Trainer(config, world).evaluate(iter([])))
+        == [(0.0, 0)] * 2
+    )
+
+
+@pytest.mark.parametrize("mesh", ["1x1x1", "1x2x2"])
+def test_evaluation_does_not_change_training(mesh: str, corpus: data.Dataset) -> None:
+    """Before the first step and after each: the same bits as without."""
+    runs = []
+    for eval_every in (0, 1):
+        config = small_config(mesh, dropout=0.1, eval_every=eval_every, eval_samples=10)
+
+        def main(world: World, config: Config = config) -> tuple[list[Any], dict[str, Tensor]]:
+            trainer = Trainer(config, world)
+            results: list[StepResult] = []
+            evaluated: list[int] = []
+            train(
+                trainer,
+                corpus,
+                on_step=results.append,
+                on_evaluation=lambda steps_done, *_: evaluated.append(steps_done),
+            )
+            assert evaluated == ([0, 1, 2, 3] if config.train.eval_every else [])
+            return results, {n: shard.detach() for n, shard in trainer.optimizer.shards.items()}
+
+        runs.append(on_every_rank(config, main))
+    for (results, weights), (expected_results, expected_weights) in zip(*runs, strict=True):
+        assert results == expected_results
+        for name, weight in weights.items():
+            assert weight.equal(expected_weights[name]), name
+
+
+# What is not finite
+
+
+def bad_number_in(
+    config: Config, rank: int, name: str, value: float
+) -> list[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
+    """Each rank's message, and weights before and after a step in which one gradient is bad."""
+
+    def main(world: World) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+        trainer = Trainer(config, world)
+        shards = trainer.optimizer.shards
+        take_gradients = trainer.optimizer.take_gradients
+
+        def take_and_poison() -> None:
+            take_gradients()
+            if world.rank == rank:
+                shards[name].grad = torch.full_like(shards[name], value)
+
+        trainer.optimizer.take_gradients = take_and_poison  # type: ignore[method-assign] # on purpose
+        before = {n: shard.detach().clone() for n, shard in shards.items()}
+        batch = batches_for(config).batch(0, trainer.samples)
+        with pytest.raises(TrainingError) as raised:
+            trainer.step(4, batch.tokens, batch.labels)
+        return str(raised.value), before, {n: shard.detach() for n, shard in shards.items()}
+
+    return on_every_rank(config, main)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("mesh", "rank", "name"),
+    [
+        ("1x1x1", 0, "blocks.0.mlp.up.weight"),
+        ("2x2x2", 5, "blocks.1.mlp.up.weight"),
+        # Held by both tp ranks, and the second one does not count it in the norm.
+        ("2x1x1", 1, "final_norm.weight"),
+        ("dp_replicate=2", 1, "blocks.0.mlp.up.weight"),
+        # The last stage's copy of the tied embedding.
+        ("1x2x1", 1, "token_embedding.weight"),
+    ],
+)
+def test_bad_gradient_of_one_rank_stops_all(mesh: str, rank: int, name: str, value: float) -> None:
+    for message, before, after in bad_number_in(small_config(mesh), rank, name, value):
+        assert message.startswith("step 5: loss 4.")
+        assert f"not finite first on rank {rank}, gradient of {name}; " in message
+        for weight_name, weight in after.items():
+            assert weight.equal(before[weight_name]), weight_name
+
+
+def test_bad_weight_of_one_rank_stops_all() -> None:
+    """Gathered by its peers, it spoils the loss itself."""
+    config = small_config("2x2x2")
+
+    def main(world: World) -> str:
+        trainer = Trainer(config, world)
+        if world.rank == 3:
+            with torch.no_grad():
+                trainer.optimizer.shards["blocks.0.mlp.up.weight"].fill_(math.nan)
+        batch = batches_for(config).batch(0, trainer.samples)
+        with pytest.raises(TrainingError) as raised:
+            trainer.step(0, batch.tokens, batch.labels)
+        return str(raised.value)
+
+    messages = on_every_rank(config, main)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("step 1: loss nan, gradient norm nan; not finite first on rank 0")
