@@ -296,16 +296,18 @@ INITIAL: list[tuple[str, dict[str, Any]]] = [
     ("2x1x4", {"vocab_size": 257}),  # 129 and 128 rows, each on 4 ranks
     ("dp_replicate=2,dp_shard=3", {"global_batch_size": 6}),
     ("1x1x2", {"zero": 0}),
+    ("2x1x2", {"dtype": "float32"}),
+    ("2x1x2", {"dtype": "bfloat16"}),
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("mesh", "options"), INITIAL, ids=[mesh for mesh, _ in INITIAL])
 def test_initial_weights_are_those_of_one_device_bit_by_bit(
-    mesh: str, options: dict[str, Any], dtype: str
+    mesh: str, options: dict[str, Any]
 ) -> None:
-    config = small_config(mesh, dtype=dtype, seed=3, **options)
-    expected = reference.initial_weights(options_of(config.model), 3, getattr(torch, dtype))
+    config = small_config(mesh, seed=3, **options)
+    dtype = getattr(torch, config.train.dtype)
+    expected = reference.initial_weights(options_of(config.model), 3, dtype)
     weights = gathered_weights(config)
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():

@@ -101,8 +101,12 @@ def on_every_rank(config: Config, main: Callable[[World], Any]) -> list[Any]:
     return threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)
 
 
-@pytest.mark.parametrize("options", [{}, {"zero": 0}, LLAMA], ids=["gpt2", "zero 0", "llama"])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [(mesh, {}) for mesh in MESHES]
+    + [(mesh, {"zero": 0}) for mesh in ("1x1x2", "2x1x2", "tp=2,dp_replicate=2,dp_shard=2")]
+    + [("2x2x2", LLAMA)],
+)
 def test_norm_counts_every_element_once(mesh: str, options: dict[str, Any]) -> None:
     """The norm of one device, where the gradients are the initial weights plus one."""
     config = small_config(mesh, **options)

@@ -36,7 +36,7 @@ def main(world):
 
 assert is_torchrun()
 result = processes.run(main, device="cpu")
-print("result", result, flush=True)
+print(f"result {result}\\n", end="", flush=True)
 processes.leave(0)
 """
 

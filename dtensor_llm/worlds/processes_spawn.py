@@ -22,6 +22,7 @@ from dtensor_llm.worlds.processes_rank import Place, open_world
 T = TypeVar("T")
 
 _PRELOAD = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"]
+_SECONDS_TO_START = 120.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def spawn(size: int, main: Callable[[World], T], *, timeout: float = 60.0) -> li
     Args:
         size: number of ranks.
         main: a function of a module (it is pickled), called once per rank with its World.
-        timeout: seconds until all ranks must have ended; also the collectives' limit.
+        timeout: seconds that main may take on all ranks; also the collectives' limit.
 
     Returns:
         What main returned, by rank; it is pickled.
@@ -61,6 +62,7 @@ def spawn(size: int, main: Callable[[World], T], *, timeout: float = 60.0) -> li
                 process.start()
                 theirs.close()
                 ranks.append((process, ours))
+            _collect(ranks, _SECONDS_TO_START)
             return _collect(ranks, timeout)
         finally:
             for process, ours in ranks:
@@ -77,11 +79,12 @@ def _be_rank(
     main: Callable[[World], Any],
     timeout: float,
 ) -> None:
-    """The life of a spawned rank: report one result, then wait for the parent to let it go."""
+    """The life of a spawned rank: two reports, ready and its result, then wait to be ended."""
     report: Any
     try:
         store = dist.FileStore(path, place.size)
         world = open_world(place, torch.device("cpu"), timeout, store)
+        parent.send("ready")
         report = main(world)
     except BaseException as error:
         report = _Failure("".join(traceback.format_exception(error)), _picklable(error))
@@ -102,7 +105,7 @@ def _picklable(error: BaseException) -> BaseException | None:
 def _collect(
     ranks: list[tuple[ForkServerProcess, connection.Connection]], timeout: float
 ) -> list[Any]:
-    """Wait for every rank's result.
+    """Wait for one report of every rank.
 
     Raises:
         WorldError: at the first failure.

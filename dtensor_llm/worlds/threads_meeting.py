@@ -95,13 +95,11 @@ class Meeting:
 
     def unfinished(self) -> list[str]:
         """What was begun here and is not done, in words."""
-        slots = [slot.event for _, slot in sorted(self._slots.items())]
-        return [event.describe() for event in slots] + [
-            f"{name_ranks([self.ranks[rank or 0]])} waits for {message.event.describe()}"
-            for rank, message in [
-                *((message.source, message) for message in self._sends),
-                *((message.target, message) for message in self._receives),
-            ]
+        collectives = [slot.event.describe() for _, slot in sorted(self._slots.items())]
+        waiting = [(message.source or 0, message.event) for message in self._sends]
+        waiting += [(message.target, message.event) for message in self._receives]
+        return collectives + [
+            f"rank {self.ranks[rank]} waits for {event.describe()}" for rank, event in waiting
         ]
 
     def _open_slot(self, number: int) -> _Slot:

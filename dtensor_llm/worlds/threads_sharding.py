@@ -12,6 +12,7 @@ shape, the placements and the global metadata: that is the key. The exceptions:
 - A placement with a state of its own, the mask of a row-sharded embedding, is never shared.
 """
 
+import itertools
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +29,7 @@ _STATELESS = frozenset({Shard, _StridedShard, Replicate, Partial, _NormPartial})
 _MOST_DECISIONS = 20_000
 _decisions: dict[object, OutputSharding] = {}
 _mesh_keys: dict[object, int] = {}
+_new_mesh_keys = itertools.count()
 
 
 class _NotSharedError(Exception):
@@ -73,13 +75,13 @@ class SharedPropagation:
             )
         if type(item) is tuple:
             return tuple([self._neutral(part, meshes) for part in item])
-        return item
+        return type(item), item  # 2 and 2.0 are equal, but give other results
 
     def _mesh_key(self, mesh: DeviceMesh) -> int:
         key = self._key_of_mesh.get(mesh)
         if key is None:
             *alike, _thread = mesh._hash_key()
-            key = _mesh_keys.setdefault(tuple(alike), len(_mesh_keys))
+            key = _mesh_keys.setdefault(tuple(alike), next(_new_mesh_keys))
             self._key_of_mesh[mesh] = key
         return key
 

@@ -103,6 +103,7 @@ def _install(undo: contextlib.ExitStack) -> None:
     # Threads start with the number that is set at the time; ranks compute with one each.
     undo.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(1)
+    undo.callback(torch.set_default_dtype, torch.get_default_dtype())
     # What hundreds of ranks hold lives as long as they do: there is little to find in all of it.
     undo.callback(gc.set_threshold, *gc.get_threshold())
     gc.set_threshold(*gc.get_threshold()[:2], _FULL_COLLECTION_EVERY)
