@@ -15,10 +15,12 @@ from dtensor_llm import data as corpus
 from dtensor_llm.checks import Rule, Surroundings
 from dtensor_llm.command_line import parse_command_line
 from dtensor_llm.config import Config, ConfigError
+from dtensor_llm.data.sources import open_corpus
 from dtensor_llm.worlds import WorldError, processes, threads
 
 T = TypeVar("T")
 
+ANY_VOCABULARY = 2**62  # no token id lies beyond it
 SECONDS_FOR_THREADS = 600.0  # without any communication: a rank of 512 waits for its turn
 
 
@@ -34,13 +36,21 @@ def surroundings() -> Surroundings:
     )
 
 
-def check_data(config: Config, _: Surroundings) -> Sequence[str]:
-    return corpus.problems(
+def data_can_be_read(config: Config, _: Surroundings) -> Sequence[str]:
+    return list(open_corpus(config.run.data, ANY_VOCABULARY).problems)
+
+
+def data_fits_the_model(config: Config, where: Surroundings) -> Sequence[str]:
+    found = corpus.problems(
         config.run.data, seq_len=config.model.seq_len, vocab_size=config.model.vocab_size
     )
+    return [] if data_can_be_read(config, where) else found
 
 
-DATA_RULE = Rule(check_data, frozenset({"data", "seq_len", "vocab_size"}))
+DATA_RULES = (
+    Rule(data_can_be_read, frozenset({"data"})),
+    Rule(data_fits_the_model, frozenset({"data", "seq_len", "vocab_size"})),
+)
 
 
 def prepare(argv: Sequence[str]) -> tuple[Config, corpus.Dataset]:
@@ -49,7 +59,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, corpus.Dataset]:
     Whatever is wrong is told in one message, by rank 0, and ends every rank with exit status 2.
     """
     try:
-        config = parse_command_line(argv, surroundings(), more_rules=[DATA_RULE])
+        config = parse_command_line(argv, surroundings(), more_rules=DATA_RULES)
     except ConfigError as error:
         processes.refuse(str(error))
     return config, load_data(config)
