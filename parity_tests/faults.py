@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
 from dtensor_llm import initialize, optimizer, train
@@ -103,14 +103,14 @@ def row_bias_added_by_every_rank() -> Iterator[None]:
 @fault("1x1x2", "gradient")
 def zero_averages_over_dp() -> Iterator[None]:
     """FSDP's default: the reduce-scatter divides by dp what was divided by all tokens already."""
-    with patch.object(zero, "reduce_by_summing", lambda model: None):
+    with patch.object(zero, "reduce_by_summing", lambda _: None):
         yield
 
 
 @fault("1x1x2", "gradient", zero=0)
 def replicas_average_over_dp() -> Iterator[None]:
     """The all-reduce of data parallelism divides by dp."""
-    with patch.object(data_parallel, "reduce_by_summing", lambda model: None):
+    with patch.object(data_parallel, "reduce_by_summing", lambda _: None):
         yield
 
 
@@ -118,7 +118,7 @@ def replicas_average_over_dp() -> Iterator[None]:
 def last_microbatch_only() -> Iterator[None]:
     """Gradients of the microbatches before the last are thrown away."""
 
-    def wrong(self: train.Trainer, *, is_last: bool) -> None:
+    def wrong(self: train.Trainer, **_: bool) -> None:
         self.optimizer.zero_grad()
 
     with patch.object(train.Trainer, "choose_reduction", wrong):
@@ -145,10 +145,7 @@ def norm_gradients_not_reduced() -> Iterator[None]:
 def replicated_weights_counted_by_every_rank() -> Iterator[None]:
     """In the gradient norm, a weight that all tp ranks hold counts tp times."""
 
-    def wrong(weight: nn.Parameter, mesh: Any) -> bool:
-        return True
-
-    with patch.object(train, "counts_here", wrong):
+    with patch.object(train, "counts_here", lambda *_: True):
         yield
 
 
@@ -181,7 +178,7 @@ def loss_divided_by_local_tokens() -> Iterator[None]:
     """Each data-parallel rank divides by its own number of valid tokens."""
     count = train.count_valid_tokens
 
-    def local(labels: Tensor, groups: Any = ()) -> Tensor:
+    def local(labels: Tensor, *_: Any) -> Tensor:
         return count(labels)
 
     with patch.object(train, "count_valid_tokens", local):
@@ -205,7 +202,7 @@ def dropout_mask_repeated_by_every_rank() -> Iterator[None]:
     """The tp ranks drop the same elements of their different shards."""
     shard = Dropout.shard
 
-    def first(self: Dropout, dim: int, index: int, count: int) -> None:
+    def first(self: Dropout, dim: int, _: int, count: int) -> None:
         shard(self, dim, 0, count)
 
     with patch.object(Dropout, "shard", first):
@@ -227,7 +224,7 @@ def positions_restart_in_every_shard() -> Iterator[None]:
 @fault("1x2x1", "gradient", "token_embedding", tied_embeddings=True)
 def tied_gradients_not_summed() -> Iterator[None]:
     """The two stages' copies of the tied embedding go their own ways."""
-    with patch.object(pipeline_parallel, "sum_tied_gradients", lambda model, mesh: None):
+    with patch.object(pipeline_parallel, "sum_tied_gradients", lambda *_: None):
         yield
 
 
@@ -247,7 +244,7 @@ def backward_all_reduce_dropped() -> Iterator[None]:
 @fault("1x1x2", "weight")
 def norms_and_biases_decay() -> Iterator[None]:
     """Weight decay is applied to every parameter."""
-    with patch.object(optimizer, "is_decayed", lambda name: True):
+    with patch.object(optimizer, "is_decayed", lambda _: True):
         yield
 
 

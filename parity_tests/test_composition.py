@@ -1,7 +1,7 @@
 """Every mesh with every pair of options, against one device.
 
-The options of a run are drawn as a covering array: each pair of values of two different options
-meets in some run, and each factoring of 1, 2, 4 and 8 ranks is a mesh of one run at least. `-m full`
+The options of a run are drawn as a covering array: each pair of values of two options meets
+in some run, and each factoring of 1, 2, 4 and 8 ranks is a mesh of one run at least. `-m full`
 runs the whole product instead.
 """
 

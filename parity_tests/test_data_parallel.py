@@ -48,7 +48,7 @@ def test_one_reduction_a_step_however_many_microbatches() -> None:
 
 
 def test_rank_without_a_valid_token() -> None:
-    """All labels of the first rank are ignored: its gradients are zeros, the loss is the others'."""
+    """All labels of the first rank are ignored: it adds zeros to what the others have."""
     config = small_config("1x1x8")
     batches = batches_for(config)
     assert (batches.batch(0, slice(0, 1)).labels == -100).all()

@@ -2,7 +2,6 @@
 
 import pytest
 
-from dtensor_llm.worlds import WorldError
 from parity_tests.faults import FAULTS, Fault
 from parity_tests.harness import parity, small_config
 

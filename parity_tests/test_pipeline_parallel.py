@@ -1,4 +1,4 @@
-"""Pipeline parallelism: equal to its reference and to one device; layers and ties are where said."""
+"""Pipeline parallelism: equal to its reference and to one device; layers and ties."""
 
 from functools import partial
 

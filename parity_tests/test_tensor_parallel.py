@@ -38,13 +38,12 @@ def test_equals_one_device(tp: int, vocab_size: int) -> None:
 
 
 def test_local_modules_equal_torchs_own_styles() -> None:
-    """ColumnLinear then RowLinear here, ColwiseParallel then RowwiseParallel there: same numbers."""
+    """Column then row here, ColwiseParallel then RowwiseParallel there: the same numbers."""
 
     def main(world: World) -> None:
         mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
         outputs = []
         for build in (ours, torchs):
-            torch.nn.init.constant_  # the weights below are set by hand
             model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
             with torch.no_grad():
                 for index, p in enumerate(model.parameters()):
@@ -106,7 +105,9 @@ def test_plan_refuses_a_name_without_a_match() -> None:
         mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
         apply_plan(model, mesh, [("blocks.*.attention.qurey", LocalModule(Shard(0)))])
 
-    with pytest.raises(Exception, match="the plan names blocks.*.attention.qurey, but no module"):
+    with pytest.raises(
+        Exception, match=r"the plan names blocks\.\*\.attention\.qurey, but no module"
+    ):
         threads.run(1, main, timeout=SECONDS)
 
 
