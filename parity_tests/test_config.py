@@ -233,8 +233,8 @@ def test_every_flag_sets_its_field() -> None:
         "--global-batch-size 32 --micro-batch-size 4 --steps 9 --lr 1e-3 --warmup-steps 2 "
         "--min-lr-ratio 0 --weight-decay 0.2 --clip-grad 0.5 --seed 7 --optimizer sgd "
         "--momentum 0.5 --beta1 0.8 --beta2 0.9 --eps 1e-6 --dtype float64 --eval-every 3 "
-        "--eval-samples 5 --mesh 2x2x1 --zero 0 --schedule gpipe --no-sequence-parallel --world threads "
-        "--device cpu --timeout 5 --data a b --check-parity --metrics run.jsonl"
+        "--eval-samples 5 --mesh 2x2x1 --zero 0 --schedule gpipe --no-sequence-parallel "
+        "--world threads --device cpu --timeout 5 --data a b --check-parity --metrics run.jsonl"
     )
     config, flags = read(line), {word for word in shlex.split(line) if word.startswith("--")}
     assert flags == {
