@@ -110,29 +110,48 @@ class Trainer:
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
         """Accumulate the gradients of this rank's sequences; returns its part of the loss."""
-        samples = torch.arange(self.samples.start, self.samples.stop, device=tokens.device)
-        schedule = self.parallel.schedule
-        if schedule is not None:
-            losses: list[Tensor] = []
-            schedule.step(
-                *([tokens] if self.model.first else []),
-                samples=samples,
-                target=labels if self.model.last else None,
-                losses=losses,
-                return_outputs=False,
-                loss_kwargs={"num_tokens": num_tokens},
-            )
-            return torch.stack(losses).sum().detach() if losses else torch.zeros(())
+        if self.parallel.schedule is not None:
+            return self.pipeline(self.parallel.schedule.step, tokens, labels, num_tokens)
         total = torch.zeros((), device=tokens.device)
-        m = self.config.microbatches
-        parts = zip(tokens.chunk(m), labels.chunk(m), samples.chunk(m), strict=True)
-        for index, (x, y, places) in enumerate(parts):
-            self.choose_reduction(is_last=index == m - 1)
-            logits = self.model(x, places)
+        for index, (x, y, samples) in enumerate(self.microbatches(tokens, labels)):
+            self.choose_reduction(is_last=index == self.config.microbatches - 1)
+            logits = self.model(x, samples)
             loss = normalized(self.parallel.loss_function, logits, y, num_tokens=num_tokens)
             loss.backward()
             total = total + loss.detach()
         return total
+
+    def pipeline(
+        self,
+        run: Callable[..., object],
+        tokens: Tensor,
+        labels: Tensor,
+        num_tokens: Tensor,
+    ) -> Tensor:
+        """Send the microbatches through the stages: `run` is the schedule's step or its eval.
+
+        Returns the loss of this rank's sequences over `num_tokens`, 0 on all but the last stage.
+        """
+        losses: list[Tensor] = []
+        run(
+            *([tokens] if self.model.first else []),
+            samples=self.places(tokens.device),
+            target=labels if self.model.last else None,
+            losses=losses,
+            return_outputs=False,
+            loss_kwargs={"num_tokens": num_tokens},
+        )
+        return torch.stack(losses).sum().detach() if losses else torch.zeros_like(num_tokens)
+
+    def microbatches(
+        self, tokens: Tensor, labels: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(tokens, labels, places in the global batch) of each."""
+        whole = (tokens, labels, self.places(tokens.device))
+        return zip(*(x.chunk(self.config.microbatches) for x in whole), strict=True)
+
+    def places(self, device: torch.device) -> Tensor:
+        return torch.arange(self.samples.start, self.samples.stop, device=device)
 
     def choose_reduction(self, *, is_last: bool) -> None:
         """Replicated weights reduce their gradients once a step, sharded ones every microbatch."""
@@ -198,34 +217,24 @@ class Trainer:
         """
         self.model.eval()
         device = self.world.device
-        one = torch.ones((), device=device)
         total = torch.zeros((), dtype=torch.float64, device=device)
         count = torch.zeros((), dtype=torch.float64, device=device)
         for batch in batches:
             labels = batch.labels.to(device)
-            total += self.forward_only(batch.tokens.to(device), labels, one).double()
+            total += self.forward_only(batch.tokens.to(device), labels).double()
             count += count_valid_tokens(labels)
         total, count = self.sum_over_ranks(total, count * float(self.reports_loss))
         return (total / count.clamp(min=1)).item(), int(count.item())
 
-    def forward_only(self, tokens: Tensor, labels: Tensor, one: Tensor) -> Tensor:
+    def forward_only(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """The summed loss of this rank's sequences (0 on all but the last stage)."""
-        samples = torch.arange(self.samples.start, self.samples.stop, device=tokens.device)
-        schedule = self.parallel.schedule
-        if schedule is not None:
-            losses: list[Tensor] = []
-            schedule.eval(
-                *([tokens] if self.model.first else []),
-                samples=samples,
-                target=labels if self.model.last else None,
-                losses=losses,
-                return_outputs=False,
-                loss_kwargs={"num_tokens": one},
-            )
-            return torch.stack(losses).sum() if losses else torch.zeros_like(one)
-        m = self.config.microbatches
-        parts = zip(tokens.chunk(m), labels.chunk(m), samples.chunk(m), strict=True)
-        losses = [self.parallel.loss_function(self.model(x, p), y) for x, y, p in parts]
+        if self.parallel.schedule is not None:
+            one = torch.ones((), device=tokens.device)
+            return self.pipeline(self.parallel.schedule.eval, tokens, labels, one)
+        losses = [
+            self.parallel.loss_function(self.model(x, samples), y)
+            for x, y, samples in self.microbatches(tokens, labels)
+        ]
         return torch.stack(losses).sum()
 
 
