@@ -139,7 +139,7 @@ class TrainConfig:
         None, "steps of linear warm-up", unit="steps", minimum=0, follows="a tenth of steps"
     )
     min_lr_ratio: float = option(
-        0.1, "learning rate at the end of the cosine over the peak", minimum=0, maximum=1
+        0.1, "learning rate that the cosine falls to, over the peak", minimum=0, maximum=1
     )
     weight_decay: float = option(
         0.1, "weight decay of linear and embedding weights (adamw: decoupled)", minimum=0

@@ -7,6 +7,7 @@ code = launch(config, main)             # main(world) on every rank
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -37,14 +38,16 @@ def surroundings() -> Surroundings:
 
 
 def data_can_be_read(config: Config, _: Surroundings) -> Sequence[str]:
-    return list(open_corpus(config.run.data, ANY_VOCABULARY).problems)
+    if isinstance(open_data(config), corpus.Dataset):
+        return []
+    return open_corpus(config.run.data, ANY_VOCABULARY).problems
 
 
 def data_fits_the_model(config: Config, where: Surroundings) -> Sequence[str]:
-    found = corpus.problems(
-        config.run.data, seq_len=config.model.seq_len, vocab_size=config.model.vocab_size
-    )
-    return [] if data_can_be_read(config, where) else found
+    opened = open_data(config)
+    if isinstance(opened, corpus.Dataset) or data_can_be_read(config, where):
+        return []
+    return opened.problems
 
 
 DATA_RULES = (
@@ -62,18 +65,24 @@ def prepare(argv: Sequence[str]) -> tuple[Config, corpus.Dataset]:
         config = parse_command_line(argv, surroundings(), more_rules=DATA_RULES)
     except ConfigError as error:
         processes.refuse(str(error))
-    return config, load_data(config)
+    data = open_data(config)
+    assert isinstance(data, corpus.Dataset), "the rules let through what cannot be opened"
+    return config, data
 
 
-def load_data(config: Config) -> corpus.Dataset:
-    """The corpus that the configuration names; one for all threads of a process."""
-    return corpus.load(
-        config.run.data,
-        seq_len=config.model.seq_len,
-        global_batch_size=config.train.global_batch_size,
-        vocab_size=config.model.vocab_size,
-        seed=config.train.seed,
-    )
+@cache
+def open_data(config: Config) -> corpus.Dataset | corpus.DataError:
+    """The corpus that the configuration names, or what is wrong with it; opened once a process."""
+    try:
+        return corpus.load(
+            config.run.data,
+            seq_len=max(1, config.model.seq_len),
+            global_batch_size=config.train.global_batch_size,
+            vocab_size=config.model.vocab_size,
+            seed=config.train.seed,
+        )
+    except corpus.DataError as error:
+        return error
 
 
 def launch(config: Config, main: Callable[..., T]) -> T:

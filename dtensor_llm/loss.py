@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-IGNORED = -100  # label of a token that has no loss
+from dtensor_llm.data import IGNORED_LABEL
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(
         rearrange(logits, "b t v -> (b t) v"),
         rearrange(labels, "b t -> (b t)"),
-        ignore_index=IGNORED,
+        ignore_index=IGNORED_LABEL,
         reduction="sum",
     )
 
@@ -41,7 +41,7 @@ def count_valid_tokens(labels: Tensor, groups: Iterable[dist.ProcessGroup] = ())
 
     Comm: one all-reduce of an int64 over each group, no backward.
     """
-    count = (labels != IGNORED).sum()
+    count = (labels != IGNORED_LABEL).sum()
     for group in groups:
         dist.all_reduce(count, group=group)
     return count
@@ -69,7 +69,7 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         denominator, label_logit = sums
         probabilities = exponentials.div_(denominator[..., None])
-        valid = labels != IGNORED
+        valid = labels != IGNORED_LABEL
         ctx.save_for_backward(probabilities, column, own, valid)
         return (denominator.log() - label_logit).where(valid, 0.0)
 

@@ -114,7 +114,8 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
 def clip_gradients(shards: list[nn.Parameter], largest_norm: float, norm: Tensor) -> None:
     """Scale the gradients so that `norm`, that of the whole model, is at most `largest_norm`.
 
-    A `largest_norm` of 0 clips nothing. Paper: Pascanu et al., arXiv 1211.5063, algorithm 1.
+    A `largest_norm` of 0 clips nothing. Paper: Pascanu et al., arXiv 1211.5063, algorithm 1; torch
+    adds 1e-6 to the norm it divides by.
     """
     if largest_norm > 0.0:
         torch.nn.utils.clip_grads_with_norm_(shards, largest_norm, norm)

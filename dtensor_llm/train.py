@@ -1,8 +1,8 @@
 """One training step, in the order in which a rank does it, and the loop around it.
 
 A step: count the valid tokens of the global batch; forward and backward over the microbatches, each
-loss divided by that count; reduce what is left to reduce; exchange three numbers (loss, squared
-gradient norm, tokens) over all ranks; clip; step the optimizer on the rank's own elements.
+loss divided by that count; reduce what is left to reduce; add up loss and squared gradient norm
+over all ranks; clip; step the optimizer on the rank's own elements.
 """
 
 import math
@@ -88,13 +88,10 @@ class Trainer:
         self.parallel.finalize_gradients()
         self.optimizer.take_gradients()
         loss, squares = self.sum_over_ranks(loss, self.own_sum_of_squares())
-        result = StepResult(
-            step,
-            loss.item(),
-            int(num_tokens.item()),
-            squares.sqrt().item(),
-            learning_rate(self.config.train, step),
-        )
+        # The one place where the host waits for the device.
+        numbers = torch.stack([loss, squares.sqrt(), num_tokens.double()]).tolist()
+        rate = learning_rate(self.config.train, step)
+        result = StepResult(step, numbers[0], int(numbers[2]), numbers[1], rate)
         if not (math.isfinite(result.loss) and math.isfinite(result.gradient_norm)):
             raise TrainingError(self.describe_non_finite(result))
         return result

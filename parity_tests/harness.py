@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from dtensor_llm.config import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from dtensor_llm.data import Batch
-from dtensor_llm.loss import IGNORED
+from dtensor_llm.data import IGNORED_LABEL, Batch
 from dtensor_llm.mesh import parse_mesh
 from dtensor_llm.parity import ParityCheck, Report, reference_arguments
 from dtensor_llm.train import Trainer
@@ -92,7 +91,7 @@ class RandomBatches:
             "uneven": torch.linspace(1.0, 0.0, shape[0]).sqrt(),
         }[self.mask]
         ignored = torch.rand(shape, generator=generator) < share[:, None]
-        whole = Batch(tokens, labels.masked_fill(ignored, IGNORED), torch.arange(shape[0]))
+        whole = Batch(tokens, labels.masked_fill(ignored, IGNORED_LABEL), torch.arange(shape[0]))
         part = samples or slice(None)
         return Batch(whole.tokens[part], whole.labels[part], whole.sample_ids[part])
 

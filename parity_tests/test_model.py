@@ -28,7 +28,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama tied, one key head": LLAMA | {"tied_embeddings": True, "kv_heads": 1},
     "mixed": {"norm": "rmsnorm", "positions": "rope", "kv_heads": 2},
-    "mixed otherwise": {"mlp": "swiglu", "rope_theta": 100.0, "norm_eps": 1e-2},
+    "llama, other constants": LLAMA | {"rope_theta": 100.0, "norm_eps": 1e-2},
+    "mixed otherwise": {"mlp": "swiglu", "norm_eps": 1e-2},
 }
 every_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 BOUND = 1e-12

@@ -192,6 +192,11 @@ def test_sgd_equals_one_device(mesh: str, momentum: float) -> None:
     assert ("momentum" in {row.quantity for row in report.rows}) == (momentum > 0)
 
 
+def test_large_eps_equals_one_device() -> None:
+    report = parity(small_config("1x1x1", eps=1e-3))
+    assert report.passed, report
+
+
 @pytest.mark.parametrize("mesh", ["1x1x1", "2x1x2", "tp=2,dp_replicate=2,dp_shard=2", "1x2x2"])
 def test_shards_are_the_models_own_memory(mesh: str) -> None:
     """After any number of steps: the optimizer's parameters and the model's never part."""

@@ -227,6 +227,15 @@ def test_a_site_without_further_dims() -> None:
     assert mask.tolist() == [2.0 * is_kept((1, 2), 0.5, sample) for sample in range(9)]
 
 
+@pytest.mark.parametrize("element", range(4))
+def test_the_field_that_equals_the_threshold_is_kept(element: int) -> None:
+    word0, word1 = words((1, 2), 0)
+    field = (word0 & 0xFFFF, word0 >> 16, word1 & 0xFFFF, word1 >> 16)[element]
+    for dropped, is_kept in ((field, True), (field + 1, False)):
+        mask = rng.keep_mask((1, 2), dropped / 65536, torch.tensor([0]), whole(4), torch.float64)
+        assert bool(mask[0, element]) == is_kept
+
+
 def test_keep_rate_and_mean() -> None:
     count, rate = 1_048_576, 0.1
     mask = rng.keep_mask(

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtensor_llm.loss import IGNORED, vocabulary_parallel_cross_entropy
+from dtensor_llm.data import IGNORED_LABEL
+from dtensor_llm.loss import vocabulary_parallel_cross_entropy
 from dtensor_llm.model import GPT
 from dtensor_llm.parallel import tensor_parallel
 from dtensor_llm.plan import LocalModule, PlanError, apply_plan, own_part
@@ -78,7 +79,7 @@ def test_cross_entropy_over_a_sharded_vocabulary(vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(2, 5, vocab_size, generator=generator, dtype=torch.float64) * 30
     labels = torch.randint(vocab_size, (2, 5), generator=generator)
-    labels[0, 1] = labels[1, 4] = IGNORED
+    labels[0, 1] = labels[1, 4] = IGNORED_LABEL
     leaf = whole.clone().requires_grad_()
     expected = F.cross_entropy(leaf.flatten(0, 1), labels.flatten(), reduction="sum")
     (expected * 0.5).backward()

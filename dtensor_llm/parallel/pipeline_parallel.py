@@ -7,7 +7,7 @@ microbatch's backward as soon as its forward is done, and keeps at most pp. Both
 (pp-1)/(m+pp-1) of the time. Gradients of the microbatches add up; nothing is rescaled.
 
 Papers: Huang et al., GPipe, arXiv 1811.06965, section 2; Narayanan et al., PipeDream-2BW and 1F1B,
-arXiv 2006.09503, section 2, and arXiv 2104.04473, section 2.2. The schedules are torch's.
+arXiv 2006.09503, section 3.2, and arXiv 2104.04473, section 2.2. The schedules are torch's.
 
 | what                               | where                                                     |
 |------------------------------------|-----------------------------------------------------------|
@@ -81,7 +81,7 @@ def make_schedule(
         mesh.size(),
         device,
         input_args=tokens if model.first else hidden,
-        output_args=hidden,
+        output_args=hidden,  # of the last stage nothing is sent
         group=mesh.get_group(),
     )
     return SCHEDULES[name](stage, num_microbatches, loss_function, scale_grads=False)

@@ -16,7 +16,12 @@ Paper: Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 | residual and embedding dropout        |              |          | Shard(1)    |
 
 Comm, for each block, b t d numbers each time: forward two all-gathers and two reduce-scatters,
-backward the same (`tensor_parallel` with residual Shard(1)); once a step, the Partial gradients.
+backward the same (`tensor_parallel` with residual Shard(1)). The Partial gradients are summed once
+a step in one buffer; where `fully_shard` or `replicate` reduces a gradient too, they do it before,
+one all-reduce for each such parameter.
+
+What divides by tp is what lies between the multiplications; the gathered inputs of query, key,
+value, gate and up are kept whole for the backward pass (the paper gathers them again).
 """
 
 import torch

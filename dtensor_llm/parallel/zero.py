@@ -17,7 +17,9 @@ sharding (Zhao et al., arXiv 2304.11277, section 3.2.2) when the mesh has two ax
 | tokens, activations       | Shard(0), Shard(0): sequences                          |
 
 Comm, for each block and microbatch: all-gather forward, all-gather backward, reduce-scatter of the
-gradients (under a pipeline once a step), and an all-reduce of the shard over dp_replicate.
+gradients, and an all-reduce of the shard over dp_replicate. Under a pipeline torch's stages switch
+the reduction off until the last microbatch: gradients are whole on every rank until then, and are
+reduced once a step.
 """
 
 import torch

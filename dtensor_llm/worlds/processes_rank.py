@@ -73,7 +73,14 @@ def set_threads(local_size: int) -> None:
     asked = os.environ.get("OMP_NUM_THREADS")
     by_torchrun = asked == "1" and local_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ
     if asked is None or by_torchrun:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+        torch.set_num_threads(max(1, num_cores() // local_size))
+
+
+def num_cores() -> int:
+    """Cores that this process may use; on systems that do not tell, those of the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _sharer(rank: int, store: dist.Store) -> Callable[[Callable[[], Any]], Any]:
