@@ -98,3 +98,6 @@ def launch(config: Config, main: Callable[..., T]) -> T:
     except WorldError as error:
         print(error, file=sys.stderr)
         processes.leave(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        processes.leave(processes.INTERRUPTED)

@@ -3,6 +3,7 @@
 Only rank 0 reports; the numbers are those of the whole job, whatever the mesh.
 """
 
+import contextlib
 import dataclasses
 import json
 import resource
@@ -17,7 +18,7 @@ import torch
 from dtensor_llm.config import Config
 from dtensor_llm.data import Dataset
 from dtensor_llm.train import StepResult
-from dtensor_llm.worlds import World
+from dtensor_llm.worlds import World, processes
 
 GIB = 2**30
 
@@ -54,13 +55,13 @@ class Reporter:
         trace: TracebackType | None,
     ) -> None:
         if self.metrics is not None:
-            self.metrics.close()
+            with contextlib.suppress(OSError):  # told already, when a line was written
+                self.metrics.close()
 
     def line(self, text: str) -> None:
         """Print on rank 0, above the progress display if there is one."""
         if self.speaks:
-            self.out.write(f"\r\x1b[K{text}\n" if self.live else f"{text}\n")
-            self.out.flush()
+            self._write(self.out, f"\r\x1b[K{text}\n" if self.live else f"{text}\n")
 
     def on_start(self, data: Dataset) -> None:
         """Say what is about to run, and how the batch is cut."""
@@ -129,8 +130,7 @@ class Reporter:
 
     def _record(self, **values: Any) -> None:
         if self.metrics is not None:
-            self.metrics.write(json.dumps(values) + "\n")
-            self.metrics.flush()
+            self._write(self.metrics, json.dumps(values) + "\n")
 
     def _show_progress(self, steps_done: int) -> None:
         total = self.config.train.steps
@@ -140,5 +140,16 @@ class Reporter:
         left = recent[len(recent) // 2] * (total - steps_done)
         filled = 30 * steps_done // total
         bar = "#" * filled + "-" * (30 - filled)
-        self.out.write(f"[{bar}] {steps_done}/{total}, {left / 60:.0f}:{left % 60:02.0f} left")
-        self.out.flush()
+        self._write(
+            self.out, f"[{bar}] {steps_done}/{total}, {left // 60:.0f}:{left % 60:02.0f} left"
+        )
+
+    def _write(self, file: TextIO, text: str) -> None:
+        """Write at once; a full disk or a reader who has left ends the run, in one line."""
+        try:
+            file.write(text)
+            file.flush()
+        except OSError as error:
+            name = "standard output" if file is self.out else f"--metrics {self.config.run.metrics}"
+            print(f"stopped: {name}: {error.strerror}", file=sys.stderr)
+            processes.leave(1)

@@ -69,7 +69,10 @@ class Trainer:
         return rank
 
     def step(self, step: int, tokens: Tensor, labels: Tensor) -> StepResult:
-        """Train on this rank's part (b t) of the global batch: `compute_gradients` and `update`."""
+        """Train on this rank's part of the global batch: `compute_gradients` and `update`.
+
+        `tokens` and `labels` are b t: the rows `samples` of the batch, b = global batch / dp.
+        """
         result = self.compute_gradients(step, tokens, labels)
         self.update(result)
         return result
@@ -77,8 +80,16 @@ class Trainer:
     def compute_gradients(self, step: int, tokens: Tensor, labels: Tensor) -> StepResult:
         """Forward, backward and every reduction; the gradients are those of the global batch.
 
-        Raises TrainingError, on every rank, where loss or gradient are not finite.
+        Raises TrainingError, on every rank, where loss or gradient are not finite; ValueError for
+        tokens or labels of another shape than this rank's part has.
         """
+        expected = (self.samples.stop - self.samples.start, self.config.model.seq_len)
+        if tokens.shape != expected or labels.shape != expected:
+            raise ValueError(
+                f"tokens {tuple(tokens.shape)}, labels {tuple(labels.shape)}: not this rank's part "
+                f"of the batch, (global batch / dp, seq_len) = {expected}; take the rows "
+                f"{self.samples.start} to {self.samples.stop - 1} (trainer.samples)"
+            )
         self.optimizer.zero_grad()
         self.model.train()
         self.model.set_dropout(seed=self.config.train.seed, step=step)

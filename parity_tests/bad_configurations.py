@@ -275,7 +275,13 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         ],
     ),
     (ALONE, "--eval-every -1", ["--eval-every -1: must be a whole number of at least 0 (steps)"]),
-    (ALONE, "--timeout 0", ["--timeout 0.0: must be a finite number above 0 (seconds)"]),
+    (
+        ALONE,
+        "--timeout 0",
+        [
+            "--timeout 0.0: must be a finite number above 0 and at most 10000000 (seconds)",
+        ],
+    ),
     (ALONE, "--dropout 1", ["--dropout 1.0: must be a finite number of at least 0 and below 1"]),
     (
         ALONE,
@@ -322,6 +328,15 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         [
             "--check-parity compares to a bound that holds for float64, but --dtype is float32; "
             "--dtype float64 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--check-parity --dtype float64 --global-batch-size 1 --steps 4",
+        [
+            "--check-parity measures rounding by reordering the sequences of a batch, and "
+            "--global-batch-size is 1; --global-batch-size 2, or --steps 3 with the default --lr, "
+            "would do",
         ],
     ),
     (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtensor_llm.config import TrainConfig
+from dtensor_llm.config import Config, ModelConfig, TrainConfig
 from dtensor_llm.parity import (
     BOUND,
     CONTROL_FACTOR,
@@ -18,7 +18,6 @@ from dtensor_llm.parity import (
     Row,
     compare_runs,
     largest_difference,
-    needs_control,
     reference_arguments,
     relative_errors,
     scalar_row,
@@ -90,7 +89,8 @@ def test_largest_difference_of_parts() -> None:
 
 
 def test_error_of_a_scalar_is_that_of_the_worst_step() -> None:
-    row = scalar_row("loss", [2.0, 4.0 + 1e-9, 8.0], [2.0, 4.0, 8.0 + 1e-9])
+    """Steps are the entries of one tensor: the scale is the largest of them."""
+    row = scalar_row("loss", [2.0, 4.0 + 2e-9, 8.0], [2.0, 4.0, 8.0 + 1e-9])
     assert (row.quantity, row.worst, row.bound) == ("loss", "step 2", BOUND)
     assert row.error == pytest.approx(0.25e-9, rel=1e-6)
     assert scalar_row("loss", [0.0], [0.0]).error == 0.0, "a step without a valid token"
@@ -248,7 +248,15 @@ def test_sgd_is_compared_by_its_momentum() -> None:
     ],
 )
 def test_when_a_control_is_needed(steps: int, lr: float, needed: bool) -> None:
-    assert needs_control(TrainConfig(steps=steps, lr=lr)) == needed
+    assert Config(train=TrainConfig(steps=steps, lr=lr)).needs_control == needed
+
+
+def test_what_amplifies_rounding_needs_a_control() -> None:
+    """AdamW divides by eps where a true gradient is zero; large weights multiply in each block."""
+    three = TrainConfig(steps=3, lr=1e-2)
+    assert Config(train=dataclasses.replace(three, eps=1e-9)).needs_control
+    assert not Config(train=dataclasses.replace(three, eps=1e-6)).needs_control
+    assert Config(ModelConfig(init_std=0.2), three).needs_control
 
 
 def run_of(weight: float, loss: float = 2.0, norm: float = 1.0) -> Run:

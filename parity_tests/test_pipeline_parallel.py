@@ -1,6 +1,8 @@
 """Pipeline parallelism: equal to its reference and to one device; layers and ties."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +51,35 @@ def test_equals_one_device(
 ) -> None:
     report = parity(small_config(mesh, **options, **family))
     assert report.passed, report
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("micro_batch_size", [1, 2], ids=["m=8", "m=4"])
+def test_stages_act_in_the_order_of_the_reference(micro_batch_size: int, schedule: str) -> None:
+    """GPipe holds all microbatches at once, 1F1B no more than it must."""
+    config = small_config("1x4x1", layers=4, schedule=schedule, micro_batch_size=micro_batch_size)
+
+    def main(world: World) -> list[str]:
+        trainer = Trainer(config, world)
+        stage = trainer.parallel.schedule._stage
+        acted: list[str] = []
+
+        def record(kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapper(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+                acted.append(f"{world.rank}{kind}{microbatch}")
+                return method(microbatch, *args, **kwargs)
+
+            return wrapper
+
+        stage.forward_one_chunk = record("F", stage.forward_one_chunk)
+        stage.backward_one_chunk = record("B", stage.backward_one_chunk)
+        batch = batches_for(config).batch(0, trainer.samples)
+        trainer.compute_gradients(0, batch.tokens, batch.labels)
+        return acted
+
+    for stage, acted in enumerate(threads.run(4, main, timeout=SECONDS)):
+        expected = reference.actions(schedule, stage, 4, config.microbatches)
+        assert acted == [str(action) for action in expected]
 
 
 def test_stages_hold_every_layer_once() -> None:

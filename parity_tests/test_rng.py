@@ -231,9 +231,9 @@ def test_a_site_without_further_dims() -> None:
 def test_the_field_that_equals_the_threshold_is_kept(element: int) -> None:
     word0, word1 = words((1, 2), 0)
     field = (word0 & 0xFFFF, word0 >> 16, word1 & 0xFFFF, word1 >> 16)[element]
-    for dropped, is_kept in ((field, True), (field + 1, False)):
+    for dropped, expected in ((field, True), (field + 1, False)):
         mask = rng.keep_mask((1, 2), dropped / 65536, torch.tensor([0]), whole(4), torch.float64)
-        assert bool(mask[0, element]) == is_kept
+        assert bool(mask[0, element]) == expected
 
 
 def test_keep_rate_and_mean() -> None:

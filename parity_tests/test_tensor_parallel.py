@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtensor_llm.data import IGNORED_LABEL
-from dtensor_llm.loss import vocabulary_parallel_cross_entropy
+from dtensor_llm.loss import summed_cross_entropy, vocabulary_parallel_cross_entropy
 from dtensor_llm.model import GPT
 from dtensor_llm.parallel import tensor_parallel
 from dtensor_llm.plan import LocalModule, PlanError, apply_plan, own_part
@@ -97,6 +97,25 @@ def test_cross_entropy_over_a_sharded_vocabulary(vocab_size: int) -> None:
         torch.testing.assert_close(loss, expected.detach(), rtol=BOUND, atol=0)
     gradient = torch.cat([grad for _, grad in results], dim=-1)
     torch.testing.assert_close(gradient, leaf.grad, rtol=BOUND, atol=BOUND)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_loss_of_lower_precision_is_computed_in_float32(dtype: torch.dtype, tp: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = (torch.randn(2, 5, 16, generator=generator) * 30).to(dtype)
+    labels = torch.randint(16, (2, 5), generator=generator)
+    expected = F.cross_entropy(whole.float().flatten(0, 1), labels.flatten(), reduction="sum")
+
+    def main(world: World) -> Tensor:
+        mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
+        start, length = own_part(16, mesh)
+        local = whole[..., start : start + length]
+        return vocabulary_parallel_cross_entropy(local, labels, start, mesh.get_group())
+
+    losses = [summed_cross_entropy(whole, labels)] if tp == 1 else []
+    for loss in [*losses, *threads.run(tp, main, timeout=SECONDS)]:
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)  # compares the dtypes too
 
 
 def test_plan_refuses_a_name_without_a_match() -> None:

@@ -5,7 +5,13 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from dtensor_llm.model import GPT
+from dtensor_llm.parallel import zero
+from dtensor_llm.plan import local_tensor
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
 from parity_tests.harness import (
@@ -64,3 +70,73 @@ def test_every_element_has_one_owner() -> None:
     owned = threads.run(4, main, timeout=SECONDS)
     assert sum(weights for weights, _ in owned) == config.model.num_parameters
     assert sum(moments for _, moments in owned) == 2 * config.model.num_parameters
+
+
+def is_sharded(block: nn.Module) -> bool:
+    return all(local_tensor(p).numel() < p.numel() for p in block.parameters())
+
+
+def is_whole(block: nn.Module) -> bool:
+    return all(local_tensor(p).numel() == p.numel() for p in block.parameters())
+
+
+def test_only_the_block_that_computes_is_whole() -> None:
+    config = small_config("1x1x2", layers=3)
+
+    def main(world: World) -> None:
+        trainer = Trainer(config, world)
+        blocks = list(trainer.model.blocks.values())
+        computed: list[nn.Module] = []
+
+        def check(block: nn.Module, _: object) -> None:
+            assert is_whole(block)
+            assert all(is_sharded(other) for other in computed)
+            computed.append(block)
+
+        for block in blocks:
+            block.register_forward_pre_hook(check)
+        batch = batches_for(config).batch(0, trainer.samples)
+        trainer.model(batch.tokens, batch.sample_ids)
+        assert computed == blocks
+        assert all(is_sharded(block) for block in blocks)
+
+    threads.run(2, main, timeout=SECONDS)
+
+
+def test_blocks_get_their_memory_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = GPT(small_config(layers=3).model)
+    without_memory: list[list[str]] = []
+
+    def record(module: nn.Module, *, mesh: DeviceMesh) -> FSDPModule:
+        blocks = model.blocks.items()
+        without_memory.append([n for n, b in blocks if any(p.is_meta for p in b.parameters())])
+        return fully_shard(module, mesh=mesh)
+
+    def main(world: World) -> None:
+        mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp_shard",))
+        zero.apply(model, mesh, world.device)
+
+    monkeypatch.setattr(zero, "fully_shard", record)
+    threads.run(1, main, timeout=SECONDS)
+    assert without_memory == [["1", "2"], ["2"], [], []]
+
+
+def test_every_microbatch_reduces_its_gradients() -> None:
+    """So that no rank keeps whole gradients from one microbatch to the next."""
+    config = small_config("1x1x2", micro_batch_size=1)
+
+    def main(world: World) -> list[bool]:
+        trainer = Trainer(config, world)
+        weights = trainer.optimizer.weights.values()
+        reduced: list[bool] = []
+
+        def record(*_: object) -> None:
+            reduced.append(all(weight.grad is not None for weight in weights))
+
+        trainer.model.register_forward_pre_hook(record)
+        batch = batches_for(config).batch(0, trainer.samples)
+        trainer.compute_gradients(0, batch.tokens, batch.labels)
+        return reduced
+
+    assert threads.run(2, main, timeout=SECONDS) == [[False, True, True, True]] * 2

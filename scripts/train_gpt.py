@@ -7,7 +7,7 @@ from dtensor_llm.config import Config
 from dtensor_llm.data import Dataset
 from dtensor_llm.launch import launch, prepare
 from dtensor_llm.metrics import Reporter
-from dtensor_llm.parity import ParityCheck, Report, Run, needs_control, reference_arguments
+from dtensor_llm.parity import ParityCheck, Report, Run, reference_arguments
 from dtensor_llm.train import Trainer, TrainingError, train
 from dtensor_llm.worlds import World, processes
 
@@ -46,7 +46,7 @@ def compare_with_reference(config: Config, data: Dataset, parity: ParityCheck) -
     world = parity.trainer.world
     reference = world.share(lambda: reference_run(config, data))
     control = None
-    if needs_control(config.train):
+    if config.needs_control:
         control = world.share(lambda: reference_run(config, data, reverse=True))
     return parity.compare(reference, control)
 

@@ -170,6 +170,12 @@ def parity_has_a_rule(config: Config, _: Surroundings) -> Iterator[str]:
             f"--check-parity compares to a bound that holds for float64, but --dtype is "
             f"{config.train.dtype}; --dtype float64 would do"
         )
+    elif config.run.check_parity and config.needs_control and config.train.global_batch_size == 1:
+        yield (
+            "--check-parity measures rounding by reordering the sequences of a batch, and "
+            "--global-batch-size is 1; --global-batch-size 2, or --steps 3 with the default --lr, "
+            "would do"
+        )
 
 
 ON_THE_MESH = (
@@ -195,7 +201,10 @@ MODEL_RULES = (
     *ON_THE_MESH,
     Rule(axes_are_available, frozenset({"mesh"})),
     Rule(zero_stage_is_available, frozenset({"zero"})),
-    Rule(parity_has_a_rule, frozenset({"check_parity", "dtype"})),
+    Rule(
+        parity_has_a_rule,
+        frozenset({"check_parity", "dtype", "steps", "lr", "eps", "init_std", "global_batch_size"}),
+    ),
 )
 
 

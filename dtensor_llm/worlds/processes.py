@@ -24,6 +24,8 @@ __all__ = ["leave", "refuse", "run", "spawn"]
 
 T = TypeVar("T")
 
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+
 _START = timedelta(minutes=10)
 _PATIENCE = timedelta(seconds=5)  # for the rank that speaks: torchrun ends all once one has left
 
@@ -92,8 +94,9 @@ def leave(code: int = 0) -> NoReturn:
     """
     if code == 0 and dist.is_initialized():
         close_world()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a reader may have left
+            stream.flush()
     os._exit(code)
 
 
@@ -147,6 +150,10 @@ def _fail(place: Place, store: dist.Store, error: BaseException) -> NoReturn:
     """Leave after a failure; only the first rank to fail says why."""
     if isinstance(error, SystemExit):
         leave(error.code if isinstance(error.code, int) else 1)
+    if isinstance(error, KeyboardInterrupt):
+        with contextlib.suppress(RuntimeError):
+            _tell_once(store, "interrupted")
+        leave(INTERRUPTED)
     trace = "".join(traceback.format_exception(error))
     with contextlib.suppress(RuntimeError):  # the store ends with the rank that keeps it
         _tell_once(store, f"rank {place.rank} of {place.size} failed:\n{trace}")
