@@ -133,7 +133,7 @@ class TrainConfig:
         follows="what makes 1 microbatch, or with pp stages 2 pp of them, pp where 2 pp does not "
         "divide the sequences, single sequences where pp does not",
     )
-    steps: int = option(100, "optimizer steps", unit="steps", minimum=1)
+    steps: int = option(120, "optimizer steps", unit="steps", minimum=1)
     lr: float = option(3e-3, "peak learning rate", minimum=0)
     warmup_steps: int | None = option(
         None, "steps of linear warm-up", unit="steps", minimum=0, follows="a tenth of steps"

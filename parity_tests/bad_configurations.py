@@ -270,8 +270,8 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         ALONE,
         "--warmup-steps 201",
         [
-            "--warmup-steps 201 is more than --steps 100: the learning rate would not reach "
-            "its peak; --warmup-steps 100 or less would do",
+            "--warmup-steps 201 is more than --steps 120: the learning rate would not reach "
+            "its peak; --warmup-steps 120 or less would do",
         ],
     ),
     (ALONE, "--eval-every -1", ["--eval-every -1: must be a whole number of at least 0 (steps)"]),
