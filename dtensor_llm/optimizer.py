@@ -50,7 +50,7 @@ class Optimizer:
             name: nn.Parameter(local_tensor(weight).detach())
             for name, weight in self.weights.items()
         }
-        # A rank may own nothing of a small parameter; the fused kernels do not take empty tensors.
+        # A rank may own nothing of a small parameter: then there is nothing to step on.
         owned = {name: shard for name, shard in self.shards.items() if shard.numel() > 0}
         groups = [
             {
@@ -108,7 +108,8 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype)).double().square().sum()
+    norms = [torch.linalg.vector_norm(x, dtype=dtype) for x in tensors]
+    return torch.stack(norms).double().square().sum()
 
 
 def clip_gradients(shards: list[nn.Parameter], largest_norm: float, norm: Tensor) -> None:
