@@ -17,7 +17,7 @@ import torch
 
 from dtensor_llm.config import Config
 from dtensor_llm.data import Dataset
-from dtensor_llm.train import StepResult
+from dtensor_llm.train import StepResult, Watcher
 from dtensor_llm.worlds import World, processes
 
 GIB = 2**30
@@ -31,7 +31,7 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-class Reporter:
+class Reporter(Watcher):
     """Prints and records; to be used as a context manager. On other ranks it does nothing."""
 
     def __init__(self, config: Config, world: World, out: TextIO) -> None:
@@ -62,6 +62,11 @@ class Reporter:
         """Print on rank 0, above the progress display if there is one."""
         if self.speaks:
             self._write(self.out, f"\r\x1b[K{text}\n" if self.live else f"{text}\n")
+
+    def progress(self, text: str) -> None:
+        """Say what is being done, on a terminal only; the next line replaces it."""
+        if self.live:
+            self._write(self.out, f"\r\x1b[K{text}")
 
     def on_start(self, data: Dataset) -> None:
         """Say what is about to run, and how the batch is cut."""

@@ -6,7 +6,7 @@ over all ranks; clip; step the optimizer on the rank's own elements.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -246,39 +246,52 @@ class Trainer:
         return torch.stack(losses).sum()
 
 
-def train(
-    trainer: Trainer,
-    data: Dataset,
-    *,
-    on_step: Callable[[StepResult], None],
-    on_evaluation: Callable[[int, float, int], None],
-    on_gradients: Callable[[StepResult], None] | None = None,
-) -> None:
+class Watcher:
+    """Is told what happens in a run, on every rank; to be derived from."""
+
+    def on_gradients(self, result: StepResult) -> None:
+        """The gradients are those of the global batch, not clipped yet."""
+
+    def on_step(self, result: StepResult) -> None:
+        """The weights are those of the next step."""
+
+    def on_evaluation(self, steps_done: int, loss: float, num_tokens: int) -> None:
+        """The mean loss over the validation sequences."""
+
+
+def train(trainer: Trainer, data: Dataset, watchers: Sequence[Watcher] = ()) -> None:
     """Train for `config.train.steps` steps; evaluate first, every `eval_every` steps, and last.
 
-    A run of fewer steps than `eval_every` does not evaluate.
-
-    Called on every rank: `on_gradients(result)` between backward and update, `on_step(result)`
-    after it, `on_evaluation(steps done, loss, tokens)`.
+    A run of fewer steps than `eval_every` does not evaluate. Called on every rank.
     """
     config = trainer.config.train
-
     evaluates = 0 < config.eval_every <= config.steps
 
     def evaluate(steps_done: int) -> None:
         batches = data.evaluation_batches(
             config.global_batch_size, trainer.samples, config.eval_samples or None
         )
-        on_evaluation(steps_done, *trainer.evaluate(batches))
+        loss, num_tokens = trainer.evaluate(batches)
+        for watcher in watchers:
+            watcher.on_evaluation(steps_done, loss, num_tokens)
 
     for step in range(config.steps):
         if evaluates and step % config.eval_every == 0:
             evaluate(step)
         batch = data.batch(step, trainer.samples)
-        result = trainer.compute_gradients(step, batch.tokens, batch.labels)
-        if on_gradients is not None:
-            on_gradients(result)
-        trainer.update(result)
-        on_step(result)
+        watched_step(trainer, step, batch, watchers)
     if evaluates:
         evaluate(config.steps)
+
+
+def watched_step(
+    trainer: Trainer, step: int, batch: Batch, watchers: Sequence[Watcher]
+) -> StepResult:
+    """One step on this rank's part of a batch."""
+    result = trainer.compute_gradients(step, batch.tokens, batch.labels)
+    for watcher in watchers:
+        watcher.on_gradients(result)
+    trainer.update(result)
+    for watcher in watchers:
+        watcher.on_step(result)
+    return result

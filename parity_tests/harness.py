@@ -14,11 +14,12 @@ import torch
 from dtensor_llm.config import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from dtensor_llm.data import IGNORED_LABEL, Batch
 from dtensor_llm.mesh import parse_mesh
-from dtensor_llm.parity import ParityCheck, Report, reference_arguments
-from dtensor_llm.train import Trainer
+from dtensor_llm.parity import Expectation, ParityCheck, Report, Run, reference_arguments
+from dtensor_llm.train import Trainer, watched_step
 from dtensor_llm.worlds import World, threads
 from reference.model import Dropout, Model, ModelOptions, initial_weights
-from reference.training import Gradients, Run, gradient_norm, options_from
+from reference.training import Gradients, gradient_norm, options_from
+from reference.training import Run as ReferenceRun
 from reference.training import train as train_reference
 
 LLAMA: dict[str, Any] = {
@@ -103,14 +104,14 @@ def batches_for(config: Config, mask: str = "uneven") -> RandomBatches:
 
 
 @cache
-def _reference(model: ModelConfig, train: TrainConfig, mask: str) -> Run:
+def _reference(model: ModelConfig, train: TrainConfig, mask: str) -> ReferenceRun:
     config = Config(model=model, train=train)
     batches = batches_for(config, mask)
     steps = [batches.batch(step) for step in range(train.steps)]
     return train_reference(**reference_arguments(config, steps))
 
 
-def reference_for(config: Config, mask: str = "uneven") -> Run:
+def reference_for(config: Config, mask: str = "uneven") -> ReferenceRun:
     """The oracle's run of the same training; the mesh does not enter it."""
     one_device = dataclasses.replace(config.train, micro_batch_size=None)
     return _reference(config.model, one_device, mask)
@@ -124,10 +125,8 @@ def train_and_compare(
     check = ParityCheck(trainer)
     for step in range(config.train.steps):
         batch = batches.batch(step, trainer.samples)
-        result = trainer.compute_gradients(step, batch.tokens, batch.labels)
-        check.on_gradients(result)
-        trainer.update(result)
-    return check.compare(reference)
+        watched_step(trainer, step, batch, [check])
+    return check.compare(Expectation(reference))
 
 
 def parity(config: Config, mask: str = "uneven") -> Report:
@@ -149,8 +148,8 @@ def strategy_parity(config: Config, strategy: Strategy) -> Report:
     model = Model(options, initial_weights(options, seed, torch.float64))
     batch = batches_for(config).batch(0)
     loss, gradients = strategy(model, batch.tokens, batch.labels, Dropout(seed, step=0))
-    run = Run({}, losses=[loss], gradient_norms=[gradient_norm(gradients)])
-    run.gradients_at[0] = gradients
+    run = ReferenceRun({}, losses=[loss], gradient_norms=[gradient_norm(gradients)])
+    run.tensors_at[0] = {"gradient": gradients}
     return parity_with(config, run)
 
 

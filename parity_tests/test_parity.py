@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,19 +12,20 @@ from dtensor_llm.config import Config, ModelConfig, TrainConfig
 from dtensor_llm.parity import (
     BOUND,
     CONTROL_FACTOR,
+    Expectation,
     ParityCheck,
     Report,
     Row,
     compare_runs,
-    largest_difference,
+    judge,
     reference_arguments,
-    relative_errors,
-    scalar_row,
 )
-from dtensor_llm.train import StepResult, Trainer
+from dtensor_llm.parity.difference import combine, difference, relative_errors, size_of
+from dtensor_llm.parity.verdict import scalar_row
+from dtensor_llm.train import StepResult, Trainer, watched_step
 from dtensor_llm.worlds import World, processes, threads
 from parity_tests.harness import SECONDS, batches_for, reference_for, small_config
-from reference.training import OptimizerState, Run
+from reference.training import Run
 from reference.training import train as train_reference
 
 INFINITE = math.inf
@@ -36,6 +36,15 @@ def vector(*values: float) -> Tensor:
 
 
 # The error of a tensor
+
+
+def errors_of(
+    quantity: str, apart: dict[str, Tensor], whole: dict[str, Tensor]
+) -> dict[str, float]:
+    differences = {
+        name: difference(whole[name] + apart[name], b, b.shape) for name, b in whole.items()
+    }
+    return relative_errors(quantity, differences, {name: size_of(b) for name, b in whole.items()})
 
 
 @pytest.mark.parametrize(
@@ -57,32 +66,49 @@ def vector(*values: float) -> Tensor:
 )
 def test_error_of_a_tensor(quantity: str, largest: float, expected: float) -> None:
     whole = {"small": vector(largest, -largest / 2), "large": vector(0.0, -100.0)}
-    errors = relative_errors(quantity, {"small": 1e-9, "large": 0.0}, whole)
-    assert errors == {"small": pytest.approx(expected, rel=1e-15), "large": 0.0}
+    errors = errors_of(quantity, {"small": vector(0.0, 1e-9), "large": vector(0.0, 0.0)}, whole)
+    assert errors == {"small": pytest.approx(expected, rel=1e-6), "large": 0.0}
 
 
 def test_tensors_that_are_all_zero() -> None:
     whole = {"a": vector(0.0), "b": vector(0.0)}
-    errors = relative_errors("gradient", {"a": 0.0, "b": 1e-300}, whole)
+    errors = errors_of("gradient", {"a": vector(0.0), "b": vector(1e-300)}, whole)
     assert errors == {"a": 0.0, "b": INFINITE}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_infinitely_wrong(bad: float) -> None:
     good = vector(1.0, 2.0)
-    assert largest_difference(good, good) == 0.0
-    assert largest_difference(vector(1.0, bad), good) == INFINITE
-    assert largest_difference(good, vector(bad, 2.0)) == INFINITE
-    assert largest_difference(vector(bad), vector(bad)) == INFINITE, "infinity agrees with nothing"
+    assert largest(good, good) == 0.0
+    assert largest(vector(1.0, bad), good) == INFINITE
+    assert largest(good, vector(bad, 2.0)) == INFINITE
+    assert largest(vector(bad), vector(bad)) == INFINITE, "infinity agrees with nothing"
     whole = {"a": vector(1.0, bad), "b": good}
-    assert relative_errors("weight", {"a": INFINITE, "b": 0.0}, whole)["a"] == INFINITE
+    assert errors_of("weight", {"a": vector(0.0, 0.0), "b": good}, whole)["a"] == INFINITE
 
 
-def test_largest_difference_of_parts() -> None:
-    assert largest_difference(vector(1.0, 5.0, 2.0), vector(1.5, 4.0, 2.0)) == 1.0
-    assert largest_difference(torch.empty(0, 3), torch.empty(0, 3)) == 0.0
+def largest(a: Tensor, b: Tensor) -> float:
+    return difference(a, b, b.shape).largest
+
+
+def test_difference_of_parts() -> None:
+    """Of the whole matrix, a rank holds the last two columns of the first two rows."""
+    a, b = torch.tensor([[1.0, 5.0], [2.0, 0.0]]), torch.tensor([[1.5, 4.0], [2.0, 0.0]])
+    found = difference(a, b, (4, 3), (slice(0, 2), slice(1, 3)))
+    assert (found.largest, found.squares) == (1.0, 1.25)
+    assert (found.place, found.value, found.expected) == (2, 5.0, 4.0)
+    below = difference(a, b, (4, 3), (slice(2, 4), slice(0, 2)))
+    assert below.place == 2 * 3 + 1
+    together = combine([dataclasses.replace(found, largest=0.5), below])
+    assert (together.largest, together.squares, together.place) == (1.0, 2.5, below.place)
+
+
+def test_part_without_elements_is_no_difference() -> None:
+    none = difference(torch.empty(0, 3), torch.empty(0, 3), (5, 3), (slice(5, 5), slice(0, 3)))
+    assert none.largest < 0
+    assert combine([none, difference(vector(1.0), vector(1.0), (1,))]).largest == 0.0
     with pytest.raises(AssertionError, match=r"\(2,\) against the reference's \(3,\)"):
-        largest_difference(vector(1.0, 2.0), vector(1.0, 2.0, 3.0))
+        largest(vector(1.0, 2.0), vector(1.0, 2.0, 3.0))
 
 
 # The error of a scalar
@@ -90,22 +116,22 @@ def test_largest_difference_of_parts() -> None:
 
 def test_error_of_a_scalar_is_that_of_the_worst_step() -> None:
     """Steps are the entries of one tensor: the scale is the largest of them."""
-    row = scalar_row("loss", [2.0, 4.0 + 2e-9, 8.0], [2.0, 4.0, 8.0 + 1e-9])
+    row = scalar_row("loss", [2.0, 4.0 + 2e-9, 8.0], [2.0, 4.0, 8.0 + 1e-9], BOUND)
     assert (row.quantity, row.worst, row.bound) == ("loss", "step 2", BOUND)
     assert row.error == pytest.approx(0.25e-9, rel=1e-6)
-    assert scalar_row("loss", [0.0], [0.0]).error == 0.0, "a step without a valid token"
-    assert scalar_row("loss", [1e-300], [0.0]).error == INFINITE
+    assert scalar_row("loss", [0.0], [0.0], BOUND).error == 0.0, "a step without a valid token"
+    assert scalar_row("loss", [1e-300], [0.0], BOUND).error == INFINITE
 
 
 @pytest.mark.parametrize(("a", "b"), [(math.nan, 1.0), (1.0, math.nan), (math.inf, math.inf)])
 def test_scalar_that_is_not_finite_is_infinitely_wrong(a: float, b: float) -> None:
-    row = scalar_row("gradient norm", [1.0, a, 1.0], [1.0, b, 1.0])
+    row = scalar_row("gradient norm", [1.0, a, 1.0], [1.0, b, 1.0], BOUND)
     assert (row.worst, row.error, row.passed) == ("step 2", INFINITE, False)
 
 
 def test_number_of_steps_must_agree() -> None:
     with pytest.raises(AssertionError, match="2 steps against the reference's 3"):
-        scalar_row("loss", [1.0, 1.0], [1.0, 1.0, 1.0])
+        scalar_row("loss", [1.0, 1.0], [1.0, 1.0, 1.0], BOUND)
 
 
 # The report
@@ -113,21 +139,22 @@ def test_number_of_steps_must_agree() -> None:
 
 def test_report_tells_what_differs() -> None:
     rows = (
-        Row("loss", "step 1", 0.0, BOUND),
-        Row("gradient", "final_norm.weight", 3e-7, BOUND),
-        Row("weight", "head.weight", BOUND, BOUND),
+        Row("loss", "step 1", 0.0, BOUND, 0),
+        Row("gradient", "final_norm.weight", 3e-7, BOUND, 0, (17,), 0.25, 0.5),
+        Row("weight", "head.weight", BOUND, BOUND, 2, (3, 4), 1.0, 1.0),
     )
-    report = Report(rows)
+    report = Report(rows, first=rows[1])
     assert not report.passed
     assert report.largest is rows[1]
     assert str(report) == (
-        "quantity    worst              error     bound     verdict\n"
-        "----------  -----------------  --------  --------  ---------\n"
-        "loss        step 1             0.00e+00  1.00e-12  ok\n"
-        "gradient    final_norm.weight  3.00e-07  1.00e-12  FAIL\n"
-        "weight      head.weight        1.00e-12  1.00e-12  ok\n"
+        "quantity    worst              at    error     bound     verdict\n"
+        "----------  -----------------  ----  --------  --------  ---------\n"
+        "loss        step 1                   0.00e+00  1.00e-12  ok\n"
+        "gradient    final_norm.weight  17    3.00e-07  1.00e-12  FAIL\n"
+        "weight      head.weight        3, 4  1.00e-12  1.00e-12  ok\n"
         "largest error 3.00e-07 (gradient): DIFFERS from the reference: "
-        "gradient of final_norm.weight"
+        "gradient of final_norm.weight\n"
+        "first difference: gradient, final_norm.weight [17] of step 1: 0.25, where 0.5 is right"
     )
     good = Report(rows[::2])
     assert good.passed
@@ -145,7 +172,7 @@ def compare(
     config = small_config(mesh, **options)
 
     def main(world: World) -> Report:
-        return trained(Trainer(config, world)).compare(reference, control)
+        return trained(Trainer(config, world)).compare(Expectation(reference, control))
 
     return tuple(threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS))
 
@@ -155,27 +182,17 @@ def trained(trainer: Trainer) -> ParityCheck:
     batches = batches_for(trainer.config)
     for step in range(trainer.config.train.steps):
         batch = batches.batch(step, trainer.samples)
-        result = trainer.compute_gradients(step, batch.tokens, batch.labels)
-        check.on_gradients(result)
-        trainer.update(result)
+        watched_step(trainer, step, batch, [check])
     return check
 
 
-def changed(run: Run, quantity: str, name: str, tensor: Tensor | None) -> Run:
+def changed(run: Run, step: int, quantity: str, name: str, tensor: Tensor | None) -> Run:
     """The run with another tensor in one place, or without it."""
-
-    def put(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        others = {key: value for key, value in tensors.items() if key != name}
-        return others if tensor is None else others | {name: tensor}
-
-    if quantity == "weight":
-        return dataclasses.replace(run, weights=put(run.weights))
-    if quantity == "gradient":
-        return dataclasses.replace(run, gradients_at={0: put(run.gradients)})
-    state = {"exp_avg": run.exp_avg, "exp_avg_sq": run.exp_avg_sq}
-    state[quantity] = put(state[quantity])
-    moments = OptimizerState(exp_avg=state["exp_avg"], exp_avg_sq=state["exp_avg_sq"])
-    return dataclasses.replace(run, optimizer=moments)
+    tensors = {q: dict(named) for q, named in run.tensors_at[step].items()}
+    tensors[quantity].pop(name, None)
+    if tensor is not None:
+        tensors[quantity][name] = tensor
+    return dataclasses.replace(run, tensors_at=run.tensors_at | {step: tensors})
 
 
 @pytest.mark.parametrize("quantity", ["gradient", "weight", "exp_avg", "exp_avg_sq"])
@@ -183,28 +200,28 @@ def changed(run: Run, quantity: str, name: str, tensor: Tensor | None) -> Run:
 def test_one_wrong_element_is_found_wherever_it_is(quantity: str, name: str) -> None:
     """The last element, which the last rank holds; every rank gets the same report."""
     reference = reference_for(small_config())
-    whole = {
-        "gradient": reference.gradients,
-        "weight": reference.weights,
-        "exp_avg": reference.exp_avg,
-        "exp_avg_sq": reference.exp_avg_sq,
-    }[quantity]
-    wrong = whole[name].clone()
-    wrong.flatten()[-1] += 1e-6 * max(w.abs().max() for w in whole.values())
-    reports = compare("1x1x2", changed(reference, quantity, name, wrong))
-    assert str(reports[0]) == str(reports[1])
-    assert [(r.quantity, r.worst) for r in reports[0].rows if not r.passed] == [(quantity, name)]
+    for step in (0, 2):
+        whole = reference.tensors_at[step][quantity]
+        wrong = whole[name].clone()
+        wrong.flatten()[-1] += 1e-6 * max(w.abs().max() for w in whole.values())
+        reports = compare("1x1x2", changed(reference, step, quantity, name, wrong))
+        assert reports[0] == reports[1]
+        (row,) = (row for row in reports[0].rows if not row.passed)
+        last = tuple(size - 1 for size in wrong.shape)
+        assert (row.quantity, row.worst, row.step, row.index) == (quantity, name, step, last)
+        assert reports[0].first == row
 
 
 def test_reference_with_a_tensor_that_no_rank_holds_is_refused() -> None:
-    reference = changed(reference_for(small_config()), "weight", "head.bias", torch.zeros(61))
-    with pytest.raises(Exception, match=r"no rank holds the weight of \['head\.bias'\]"):
+    extra = torch.zeros(61)
+    reference = changed(reference_for(small_config()), 0, "weight", "head.bias", extra)
+    with pytest.raises(Exception, match=r"no rank holds the weight of head\.bias"):
         compare("1x1x2", reference)
 
 
 def test_tensor_that_the_reference_lacks_is_refused() -> None:
-    reference = changed(reference_for(small_config()), "gradient", "final_norm.bias", None)
-    with pytest.raises(Exception, match=r"lacks the gradient of \['final_norm\.bias'\]"):
+    reference = changed(reference_for(small_config()), 0, "gradient", "final_norm.bias", None)
+    with pytest.raises(Exception, match=r"lacks \[\('gradient', 'final_norm\.bias'\)\]"):
         compare("1x1x2", reference)
 
 
@@ -213,7 +230,7 @@ def test_tensor_of_another_shape_is_refused() -> None:
     whole = reference_for(small_config()).weights["position_embedding.weight"]
     longer = torch.cat([whole, whole])
     reference = changed(
-        reference_for(small_config()), "weight", "position_embedding.weight", longer
+        reference_for(small_config()), 0, "weight", "position_embedding.weight", longer
     )
     with pytest.raises(Exception, match=r"\(8, 32\) against the reference's \(16, 32\)"):
         compare("1x1x1", reference)
@@ -261,15 +278,15 @@ def test_what_amplifies_rounding_needs_a_control() -> None:
 
 def run_of(weight: float, loss: float = 2.0, norm: float = 1.0) -> Run:
     tensors = {"a": vector(1.0, weight), "b": vector(10.0)}
-    state = OptimizerState(exp_avg=tensors, exp_avg_sq=tensors)
-    run = Run(tensors, state, losses=[loss], gradient_norms=[norm])
-    run.gradients_at[0] = tensors
+    run = Run(tensors, losses=[loss], gradient_norms=[norm])
+    run.tensors_at[0] = dict.fromkeys(("gradient", "weight", "exp_avg", "exp_avg_sq"), tensors)
     return run
 
 
 def test_two_runs_are_compared_by_the_same_formulas() -> None:
-    rows = compare_runs(run_of(4.0 + 1e-6, loss=2.0 + 1e-9), run_of(4.0))
-    assert [(row.quantity, row.worst) for row in rows] == [
+    good = run_of(4.0)
+    report = judge(compare_runs(run_of(4.0 + 1e-6, loss=2.0 + 1e-9), good), Expectation(good))
+    assert [(row.quantity, row.worst) for row in report.rows] == [
         ("loss", "step 1"),
         ("gradient norm", "step 1"),
         ("gradient", "a"),
@@ -278,17 +295,18 @@ def test_two_runs_are_compared_by_the_same_formulas() -> None:
         ("exp_avg_sq", "a"),
     ]
     expected = [0.5e-9, 0.0, 1e-6 / 4, 1e-6 / 10, 1e-6 / 4, 0.25e-6 / 2]
-    for row, error in zip(rows, expected, strict=True):
+    for row, error in zip(report.rows, expected, strict=True):
         assert row.error == pytest.approx(error, rel=1e-6), row.quantity
+    assert report.first == report.rows[0]
 
 
 def test_control_sets_the_bounds_and_never_below_the_fixed_one() -> None:
     reference = reference_for(small_config())
-    weight = reference.weights["token_embedding.weight"]
-    off = changed(reference, "weight", "token_embedding.weight", weight * (1 + 1e-9))
+    weight = reference.tensors_at[2]["weight"]["token_embedding.weight"]
+    off = changed(reference, 2, "weight", "token_embedding.weight", weight * (1 + 1e-9))
     (report,) = compare("1x1x1", reference, control=off)
     bounds = {row.quantity: row.bound for row in report.rows}
-    expected = {row.quantity: row.error for row in compare_runs(off, reference)}["weight"]
+    expected = compare_runs(off, reference).worst("weight", 0.0).error
     assert bounds.pop("weight") == pytest.approx(CONTROL_FACTOR * expected) != BOUND
     assert set(bounds.values()) == {BOUND}
 
@@ -298,9 +316,10 @@ def test_control_takes_single_sequences_from_last_to_first() -> None:
     batches = [batches_for(config).batch(step) for step in range(3)]
     arguments = reference_arguments(config, batches, reverse=True)
     assert (arguments["microbatches"], arguments["reverse"]) == (8, True)
-    rows = compare_runs(train_reference(**arguments), reference_for(config))
-    assert all(row.passed for row in rows), rows
-    assert any(row.error > 0 for row in rows), "it rounds otherwise"
+    reference = reference_for(config)
+    report = judge(compare_runs(train_reference(**arguments), reference), Expectation(reference))
+    assert report.passed, report
+    assert report.largest.error > 0, "it rounds otherwise"
 
 
 # The same run twice

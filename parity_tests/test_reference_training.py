@@ -274,11 +274,12 @@ def test_a_perturbation_is_felt() -> None:
 
 
 def test_gradients_are_kept_before_clipping() -> None:
-    run = train(MODEL, TRAINING, batches(3), gradients_of=(0, 2))
-    assert list(run.gradients_at) == [0, 2]
-    assert run.gradients is run.gradients_at[0]
-    for step, gradients in run.gradients_at.items():
-        assert training.gradient_norm(gradients) == pytest.approx(run.gradient_norms[step])
+    run = train(MODEL, TRAINING, batches(3), tensors_of=(0, 2))
+    assert list(run.tensors_at) == [0, 2]
+    assert run.gradients is run.tensors_at[0]["gradient"]
+    for step, tensors in run.tensors_at.items():
+        norm = training.gradient_norm(tensors["gradient"])
+        assert norm == pytest.approx(run.gradient_norms[step])
     assert run.gradient_norms[0] > TRAINING["clip_grad"]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dtensor_llm import data
 from dtensor_llm.config import Config
-from dtensor_llm.train import StepResult, Trainer, TrainingError, train
+from dtensor_llm.train import StepResult, Trainer, TrainingError, Watcher, train
 from dtensor_llm.worlds import World, threads
 from parity_tests.harness import SECONDS, batches_for, small_config
 from reference.model import ModelOptions, initial_weights
@@ -71,6 +71,20 @@ def test_nothing_to_evaluate_is_no_division_by_zero() -> None:
     assert results == [(0.0, 0)] * 2
 
 
+class Seen(Watcher):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.results: list[StepResult] = []
+        self.evaluated: list[int] = []
+
+    def on_step(self, result: StepResult) -> None:
+        self.results.append(result)
+
+    def on_evaluation(self, steps_done: int, *_: float) -> None:
+        self.evaluated.append(steps_done)
+
+
 @pytest.mark.parametrize("mesh", ["1x1x1", "1x2x2"])
 def test_evaluation_does_not_change_training(mesh: str, corpus: data.Dataset) -> None:
     """Before the first step and after each: the same bits as without."""
@@ -80,16 +94,12 @@ def test_evaluation_does_not_change_training(mesh: str, corpus: data.Dataset) ->
 
         def main(world: World, config: Config = config) -> tuple[list[Any], dict[str, Tensor]]:
             trainer = Trainer(config, world)
-            results: list[StepResult] = []
-            evaluated: list[int] = []
-            train(
-                trainer,
-                corpus,
-                on_step=results.append,
-                on_evaluation=lambda steps_done, *_: evaluated.append(steps_done),
-            )
-            assert evaluated == ([0, 1, 2, 3] if config.train.eval_every else [])
-            return results, {n: shard.detach() for n, shard in trainer.optimizer.shards.items()}
+            seen = Seen()
+            train(trainer, corpus, [seen])
+            assert seen.evaluated == ([0, 1, 2, 3] if config.train.eval_every else [])
+            return seen.results, {
+                n: shard.detach() for n, shard in trainer.optimizer.shards.items()
+            }
 
         runs.append(on_every_rank(config, main))
     for (results, weights), (expected_results, expected_weights) in zip(*runs, strict=True):

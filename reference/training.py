@@ -74,7 +74,8 @@ class OptimizerState:
 class Run:
     """What a training run came to: one entry a step, and the state after the last step.
 
-    `gradients_at` has the gradients, before clipping, of the steps asked for.
+    `tensors_at` has, for each step asked for, what it made, by quantity: the gradient before
+    clipping, and after the update the weight and exp_avg, exp_avg_sq or momentum.
     """
 
     weights: Weights
@@ -83,12 +84,12 @@ class Run:
     tokens: list[int] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
-    gradients_at: dict[int, Gradients] = field(default_factory=dict)
+    tensors_at: dict[int, dict[str, Weights]] = field(default_factory=dict)
 
     @property
     def gradients(self) -> Gradients:
         """The gradients of the first of the steps asked for; empty if none was."""
-        return self.gradients_at[min(self.gradients_at)] if self.gradients_at else {}
+        return self.tensors_at[min(self.tensors_at)]["gradient"] if self.tensors_at else {}
 
     @property
     def exp_avg(self) -> Weights:
@@ -108,7 +109,7 @@ def train(
     training: Mapping[str, Any],
     batches: Sequence[Batch],
     *,
-    gradients_of: Sequence[int] = (0,),
+    tensors_of: Sequence[int] | None = None,
     microbatches: int = 1,
     reverse: bool = False,
     perturb: Perturb | None = None,
@@ -120,7 +121,7 @@ def train(
         training: values for TrainingOptions; keys that it lacks are ignored.
         batches: for each step the global batch: tokens and labels, both int64 b t; label [i, j] is
             the token after token [i, j], -100 where it does not count.
-        gradients_of: the steps whose gradients to keep.
+        tensors_of: the steps, from 0, whose tensors to keep; None keeps those of all.
         microbatches: accumulate over so many equal pieces of each batch.
         reverse: take the pieces from last to first. The rounding differs, nothing else: the
             control for what float64 can tell apart.
@@ -146,12 +147,29 @@ def train(
         run.tokens.append(num_valid(labels))
         run.gradient_norms.append(gradient_norm(gradients))
         run.learning_rates.append(learning_rate(how, step))
-        if step in gradients_of:
-            run.gradients_at[step] = {name: g.clone() for name, g in gradients.items()}
+        unclipped = copied(gradients)
         if run.tokens[-1] > 0:
             clip(gradients, run.gradient_norms[-1], how.clip_grad)
             update(weights, gradients, run.optimizer, how, run.learning_rates[-1])
+        if tensors_of is None or step in tensors_of:
+            run.tensors_at[step] = {"gradient": unclipped, **state(run)}
     return run
+
+
+def state(run: Run) -> dict[str, Weights]:
+    """A copy of weights and optimizer state, by quantity; only what the optimizer has."""
+    optimizer = run.optimizer
+    tensors = {
+        "weight": run.weights,
+        "exp_avg": optimizer.exp_avg,
+        "exp_avg_sq": optimizer.exp_avg_sq,
+        "momentum": optimizer.momentum,
+    }
+    return {quantity: copied(named) for quantity, named in tensors.items() if named}
+
+
+def copied(tensors: Weights) -> Weights:
+    return {name: x.clone() for name, x in tensors.items()}
 
 
 def evaluate(

@@ -7,7 +7,7 @@ from dtensor_llm.config import Config
 from dtensor_llm.data import Dataset
 from dtensor_llm.launch import launch, prepare
 from dtensor_llm.metrics import Reporter
-from dtensor_llm.parity import ParityCheck, Report, Run, reference_arguments
+from dtensor_llm.parity import Expectation, ParityCheck, expect
 from dtensor_llm.train import Trainer, TrainingError, train
 from dtensor_llm.worlds import World, processes
 
@@ -23,40 +23,27 @@ def run_rank(config: Config, data: Dataset, world: World) -> int:
     with Reporter(config, world, sys.stdout) as reporter:
         reporter.on_start(data)
         trainer = Trainer(config, world)
-        parity = ParityCheck(trainer)
+        last = config.train.steps - 1
+        parity = ParityCheck(trainer, steps=(0, last)) if config.run.check_parity else None
         try:
-            train(
-                trainer,
-                data,
-                on_gradients=parity.on_gradients if config.run.check_parity else None,
-                on_step=reporter.on_step,
-                on_evaluation=reporter.on_evaluation,
-            )
+            train(trainer, data, [parity, reporter] if parity else [reporter])
         except TrainingError as error:  # on every rank alike
             reporter.line(f"stopped: {error}")
             return 1
-        if not config.run.check_parity:
+        if parity is None:
             return 0
-        report = compare_with_reference(config, data, parity)
+
+        def expected() -> Expectation:
+            from reference.training import train as train_reference
+
+            batches = [data.batch(step) for step in range(config.train.steps)]
+            return expect(
+                config, batches, train_reference, steps=(0, last), on_progress=reporter.progress
+            )
+
+        report = parity.compare(world.share(expected))
         reporter.line(str(report))
         return 0 if report.passed else 1
-
-
-def compare_with_reference(config: Config, data: Dataset, parity: ParityCheck) -> Report:
-    world = parity.trainer.world
-    reference = world.share(lambda: reference_run(config, data))
-    control = None
-    if config.needs_control:
-        control = world.share(lambda: reference_run(config, data, reverse=True))
-    return parity.compare(reference, control)
-
-
-def reference_run(config: Config, data: Dataset, *, reverse: bool = False) -> Run:
-    """The same training on one device, by the code of the repository's folder reference/."""
-    from reference.training import train as train_reference
-
-    batches = [data.batch(step) for step in range(config.train.steps)]
-    return train_reference(**reference_arguments(config, batches, reverse=reverse))
 
 
 if __name__ == "__main__":
