@@ -113,6 +113,25 @@ def parse_command_line(
     return config
 
 
+def flags_of(config: Config) -> list[str]:
+    """The command line that gives this configuration: the mesh, and what differs from defaults.
+
+    `parse_command_line` reads it back, and refuses it for what is wrong with the configuration.
+    """
+    words = [SETTINGS["mesh"].flag, str(config.parallel.mesh)]
+    for setting in SETTINGS.values():
+        value = getattr(getattr(config, setting.section), setting.name)
+        if value == setting.default or setting.kind is MeshSizes:
+            continue
+        if setting.kind is bool:
+            words.append(setting.flag if value else setting.flag.replace("--", "--no-", 1))
+        elif setting.kind is tuple:
+            words += [setting.flag, *value]
+        else:
+            words += [setting.flag, str(value)]
+    return words
+
+
 def _join_values(argv: Sequence[str]) -> list[str]:
     """The same arguments in words that argparse does not misread.
 

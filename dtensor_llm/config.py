@@ -6,6 +6,7 @@ flags and `--help` from them, `checks.py` checks the ranges and everything that 
 
 import dataclasses
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 
@@ -17,6 +18,42 @@ class ConfigError(ValueError):
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = [f"  - {problem}" for problem in problems]
         super().__init__("\n".join([f"{count} in the configuration:", *lines]))
+
+
+class RefusedPair(Enum):
+    """Every two features that are legal apart and refused together, and the reason.
+
+    The checks take the reason for their message from here: a refusal without a row is a bug.
+    """
+
+    HEADS = "--heads", "a --width they do not divide", "all heads are equally wide"
+    ROPE = "--positions rope", "an odd head size", "--positions rope turns pairs of elements"
+    KV_HEADS = "--kv-heads", "--heads they do not divide", "each kv-head serves equally many heads"
+    WARMUP = "--warmup-steps", "fewer --steps", "the learning rate would not reach its peak"
+    DP = "dp", "a --global-batch-size it does not divide", "all ranks take equally many sequences"
+    MICRO_BATCH = (
+        "--micro-batch-size",
+        "a --global-batch-size / dp it does not divide",
+        "all microbatches hold equally many sequences",
+    )
+    SCHEDULE_1F1B = (
+        "--schedule 1f1b",
+        "fewer microbatches than pp",
+        "--schedule 1f1b needs a microbatch for every stage",
+    )
+    PP = "pp", "fewer --layers", "each stage takes at least one block"
+    TP_AND_HEADS = "tp", "--heads it does not divide", "a rank takes whole heads"
+    TP_AND_KV_HEADS = "tp", "--kv-heads it does not divide", "a rank takes whole kv-heads"
+    TP_AND_FFN = "tp", "a --ffn-width it does not divide", "a rank takes an equal part"
+    TP_AND_VOCABULARY = "tp", "too small a --vocab-size", "each rank takes at least one token id"
+    SEQUENCE_PARALLEL = (
+        "--sequence-parallel",
+        "a --seq-len that tp does not divide",
+        "with sequence parallelism all ranks take equally many tokens",
+    )
+
+    def __init__(self, feature: str, other: str, reason: str) -> None:
+        self.feature, self.other, self.reason = feature, other, reason
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
@@ -255,8 +292,20 @@ class RunConfig:
     )
     check_parity: bool = option(
         False,
-        "train the single-device reference beside it, print the largest error, exit 1 beyond the "
-        "bound",
+        "train the single-device reference beside it, print the largest errors, exit 1 beyond the "
+        "bounds of the dtype",
+    )
+    record: str | None = option(
+        None,
+        "folder for a record of the run, to be compared with another by compare_runs.py",
+        metavar="DIR",
+        follows="no record",
+    )
+    record_every: int = option(
+        10,
+        "steps between the tensors in a record, which has those of the first and last too",
+        unit="steps",
+        minimum=1,
     )
     metrics: str | None = option(
         None, "file for one JSON line per step", metavar="FILE", follows="no file"

@@ -56,18 +56,26 @@ DATA_RULES = (
 )
 
 
-def prepare(argv: Sequence[str]) -> tuple[Config, corpus.Dataset]:
+def read(argv: Sequence[str], where: Surroundings | None = None) -> tuple[Config, corpus.Dataset]:
     """Read and check a command line, and open the data.
 
-    Whatever is wrong is told in one message, by rank 0, and ends every rank with exit status 2.
+    `where` is what was started and on what machine; None looks.
+
+    Raises:
+        ConfigError: with everything that is wrong, in words.
     """
-    try:
-        config = parse_command_line(argv, surroundings(), more_rules=DATA_RULES)
-    except ConfigError as error:
-        processes.refuse(str(error))
+    config = parse_command_line(argv, where or surroundings(), more_rules=DATA_RULES)
     data = open_data(config)
     assert isinstance(data, corpus.Dataset), "the rules let through what cannot be opened"
     return config, data
+
+
+def prepare(argv: Sequence[str]) -> tuple[Config, corpus.Dataset]:
+    """`read`, for a script: what is wrong is told by rank 0 and ends every rank with status 2."""
+    try:
+        return read(argv)
+    except ConfigError as error:
+        processes.refuse(str(error))
 
 
 @cache

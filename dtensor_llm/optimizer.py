@@ -82,9 +82,14 @@ class Optimizer:
 
 
 def make_optimizer(groups: list[dict[str, object]], config: TrainConfig) -> torch.optim.Optimizer:
-    groups = [group for group in groups if group["params"]]
+    # A rank may own nothing at all, which torch refuses: a parameter without gradient rests.
+    nothing: dict[str, object] = {"params": [nn.Parameter(torch.empty(0))]}
+    groups = [group for group in groups if group["params"]] or [nothing]
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+        # Fused on the CPU, torch 2.13 leaves most elements of a bfloat16 weight as they were
+        # and writes a wrong momentum (pytorch issue 191763).
+        fused = config.dtype != "bfloat16"
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 

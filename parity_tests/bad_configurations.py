@@ -324,14 +324,6 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
     ),
     (
         ALONE,
-        "--check-parity",
-        [
-            "--check-parity compares to a bound that holds for float64, but --dtype is float32; "
-            "--dtype float64 would do",
-        ],
-    ),
-    (
-        ALONE,
         "--check-parity --dtype float64 --global-batch-size 1 --steps 4",
         [
             "--check-parity measures rounding by reordering the sequences of a batch, and "
@@ -343,8 +335,8 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         ALONE,
         "--width 100",
         [
-            "--width 100 is not a multiple of --heads 8: 100 / 8 leaves 4; --width 96, 104 or "
-            "--heads 5 would do",
+            "--width 100 is not a multiple of --heads 8, but all heads are equally wide: 100 / 8 "
+            "leaves 4; --width 96, 104 or --heads 5 would do",
         ],
     ),
     (
@@ -359,56 +351,60 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         ALONE,
         "--kv-heads 3",
         [
-            "--heads 8 is not a multiple of --kv-heads 3: 8 / 3 leaves 2; --heads 6, 9 or "
-            "--kv-heads 2 would do",
+            "--heads 8 is not a multiple of --kv-heads 3, but each kv-head serves equally many "
+            "heads: 8 / 3 leaves 2; --heads 6, 9 or --kv-heads 2 would do",
         ],
     ),
     (
         ALONE,
         "--mesh 3x1x1 --seq-len 66",
         [
-            "tp=3 must divide --heads, --ffn-width: --heads 8 / 3 leaves 2, --ffn-width 256 / "
-            "3 leaves 1; tp=1, 2, 4 or 8 would do",
+            "tp=3 must divide --heads, --ffn-width: --heads 8 / 3 leaves 2 (a rank takes whole "
+            "heads), --ffn-width 256 / 3 leaves 1 (a rank takes an equal part); tp=1, 2, 4 or 8 "
+            "would do",
         ],
     ),
     (
         ALONE,
         "--mesh 4x1x1 --kv-heads 2",
         [
-            "tp=4 must divide --heads, --ffn-width, --kv-heads: --kv-heads 2 / 4 leaves 2; "
-            "tp=1 or 2 would do",
+            "tp=4 must divide --heads, --ffn-width, --kv-heads: --kv-heads 2 / 4 leaves 2 (a "
+            "rank takes whole kv-heads); tp=1 or 2 would do",
         ],
     ),
     (
         ALONE,
         "--mesh 8x1x1 --ffn-width 100",
         [
-            "tp=8 must divide --heads, --ffn-width: --ffn-width 100 / 8 leaves 4; tp=1, 2 or 4 "
-            "would do",
+            "tp=8 must divide --heads, --ffn-width: --ffn-width 100 / 8 leaves 4 (a rank takes "
+            "an equal part); tp=1, 2 or 4 would do",
         ],
     ),
     (
         ALONE,
         "--mesh 4x1x1 --vocab-size 5",
         [
-            "--vocab-size 5 leaves a rank of tp=4 without token ids: in parts of ceil(5 / 4) = "
-            "2 they fill 3 of 4 ranks; --vocab-size 4, 8 or a smaller tp would do",
+            "--vocab-size 5 is too small for tp=4: each rank takes at least one token id, but in "
+            "parts of ceil(5 / 4) = 2 they fill 3 of 4 ranks; --vocab-size 4, 8 or a smaller tp "
+            "would do",
         ],
     ),
     (
         ALONE,
         "--mesh 2x1x1 --vocab-size 1",
         [
-            "--vocab-size 1 leaves a rank of tp=2 without token ids: in parts of ceil(1 / 2) = "
-            "1 they fill 1 of 2 ranks; --vocab-size 2 or a smaller tp would do",
+            "--vocab-size 1 is too small for tp=2: each rank takes at least one token id, but in "
+            "parts of ceil(1 / 2) = 1 they fill 1 of 2 ranks; --vocab-size 2 or a smaller tp would "
+            "do",
         ],
     ),
     (
         ALONE,
         "--mesh 2x1x1 --seq-len 9",
         [
-            "--seq-len 9 is not a multiple of tp=2, which sequence parallelism needs: 9 / 2 "
-            "leaves 1; --seq-len 8, 10 or --no-sequence-parallel would do",
+            "--seq-len 9 is not a multiple of tp=2, but with sequence parallelism all ranks take "
+            "equally many tokens: 9 / 2 leaves 1; --seq-len 8, 10 or --no-sequence-parallel would "
+            "do",
         ],
     ),
     (
@@ -423,32 +419,34 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         ALONE,
         "--mesh 1x1x3",
         [
-            "--global-batch-size 64 is not a multiple of dp=3: 64 / 3 leaves 1; "
-            "--global-batch-size 63 or 66 would do",
+            "--global-batch-size 64 is not a multiple of dp=3, but all ranks take equally many "
+            "sequences: 64 / 3 leaves 1; --global-batch-size 63 or 66 would do",
         ],
     ),
     (
         ALONE,
         "--mesh 1x1x128",
         [
-            "--global-batch-size 64 is not a multiple of dp=128: 64 < 128; --global-batch-size "
-            "128 would do",
+            "--global-batch-size 64 is not a multiple of dp=128, but all ranks take equally many "
+            "sequences: 64 < 128; --global-batch-size 128 would do",
         ],
     ),
     (
         ALONE,
         "--mesh 1x1x2 --micro-batch-size 5",
         [
-            "--global-batch-size 64 is not a multiple of dp=2 x --micro-batch-size 5 = 10: 64 "
-            "/ 10 leaves 4; --global-batch-size 60, 70 or --micro-batch-size 4 would do",
+            "--global-batch-size 64 is not a multiple of dp=2 x --micro-batch-size 5 = 10, but "
+            "all microbatches hold equally many sequences: 64 / 10 leaves 4; --global-batch-size "
+            "60, 70 or --micro-batch-size 4 would do",
         ],
     ),
     (
         ALONE,
         "--micro-batch-size 128",
         [
-            "--global-batch-size 64 is not a multiple of dp=1 x --micro-batch-size 128 = 128: "
-            "64 < 128; --global-batch-size 128 or --micro-batch-size 64 would do",
+            "--global-batch-size 64 is not a multiple of dp=1 x --micro-batch-size 128 = 128, but "
+            "all microbatches hold equally many sequences: 64 < 128; --global-batch-size 128 or "
+            "--micro-batch-size 64 would do",
         ],
     ),
     (
@@ -500,6 +498,24 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         [f"--metrics {TOO_LONG} cannot be written: File name too long; another file would do"],
     ),
     (ALONE, "--metrics", ["--metrics without a value: must be a FILE"]),
+    (
+        ALONE,
+        "--record no-such-folder/run --record-every 0",
+        [
+            "--record-every 0: must be a whole number of at least 1 (steps)",
+            "--record no-such-folder/run: there is no folder no-such-folder; create it first",
+        ],
+    ),
+    (
+        ALONE,
+        f"--record {TOO_LONG}",
+        [f"--record {TOO_LONG} cannot be written: File name too long; another folder would do"],
+    ),
+    (
+        ALONE,
+        "--record README.md",
+        ["--record README.md is a file; the name of a new folder would do"],
+    ),
     (ALONE, "--data", ["--data without a value: must be one or more PATHs"]),
     (ALONE, "--laeyrs 8", ["--laeyrs is not a flag; did you mean --layers?"]),
     (ALONE, "hello", ["hello is not the value of any flag"]),
@@ -514,10 +530,10 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
             "--layers four: must be a whole number of at least 1 (blocks)",
             "--lr nan: must be a finite number of at least 0",
             "--schedule zbv: must be gpipe or 1f1b",
-            "--width 64 is not a multiple of --heads 6: 64 / 6 leaves 4; --width 60, 66 or "
-            "--heads 4 would do",
-            "--global-batch-size 63 is not a multiple of dp=2: 63 / 2 leaves 1; "
-            "--global-batch-size 62 or 64 would do",
+            "--width 64 is not a multiple of --heads 6, but all heads are equally wide: 64 / 6 "
+            "leaves 4; --width 60, 66 or --heads 4 would do",
+            "--global-batch-size 63 is not a multiple of dp=2, but all ranks take equally many "
+            "sequences: 63 / 2 leaves 1; --global-batch-size 62 or 64 would do",
             "--metrics no-such-folder/run.jsonl: there is no folder no-such-folder; create it "
             "first",
         ],

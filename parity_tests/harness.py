@@ -2,7 +2,6 @@
 
 import dataclasses
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +15,7 @@ from dtensor_llm.data import IGNORED_LABEL, Batch
 from dtensor_llm.mesh import parse_mesh
 from dtensor_llm.parity import Expectation, ParityCheck, Report, Run, reference_arguments
 from dtensor_llm.train import Trainer, watched_step
-from dtensor_llm.worlds import World, threads
+from dtensor_llm.worlds import World, processes, threads
 from reference.model import Dropout, Model, ModelOptions, initial_weights
 from reference.training import Gradients, gradient_norm, options_from
 from reference.training import Run as ReferenceRun
@@ -164,10 +163,8 @@ def parity_with(config: Config, reference: Run, mask: str = "uneven") -> Report:
 
 
 def torchrun(num_processes: int, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a script, or -m and a module, under torchrun, on a port that the system chooses."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d"]
-    launcher += ["--rdzv-endpoint=localhost:0", f"--nproc-per-node={num_processes}"]
-    return run_script(*launcher, *command)
+    """Run a script, or -m and a module, under torchrun."""
+    return run_script(*processes.torchrun(num_processes), *command)
 
 
 def run_script(*command: str) -> subprocess.CompletedProcess[str]:

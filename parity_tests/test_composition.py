@@ -3,17 +3,29 @@
 The options of a run are drawn as a covering array: each pair of values of two options meets
 in some run, and each factoring of 1, 2, 4 and 8 ranks is a mesh of one run at least. `-m full`
 runs the whole product instead.
+
+The fuzz draws all options there are at random, 60 times by default; `--fuzz N --seed S` takes
+other draws, and `--draw I` repeats one of them.
 """
 
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
-from dtensor_llm.checks import Surroundings, problems
-from dtensor_llm.config import Config
-from dtensor_llm.mesh import parse_mesh
+from dtensor_llm.checks import Surroundings, check, problems
+from dtensor_llm.checks.model_rules import MODEL_RULES
+from dtensor_llm.command_line import FLAGS, flags_of, parse_command_line
+from dtensor_llm.config import Config, ConfigError, RefusedPair
+from dtensor_llm.mesh import NAMED_SIZES, parse_mesh
+from dtensor_llm.settings import SETTINGS, Setting
+from parity_tests import fuzz
 from parity_tests.harness import LLAMA, parity, small_config, torchrun
+from parity_tests.test_config import NOT_OF_TWO_FEATURES
 
 MESHES = [
     f"{tp}x{pp}x{ranks // (tp * pp)}"
@@ -64,11 +76,11 @@ def pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
 
 
 def configuration(case: Case) -> Config:
-    """8 layers, 8 heads, 32 sequences; GPipe where 1F1B has too few microbatches."""
+    """3 layers or one a stage, 8 heads, 32 sequences; GPipe where 1F1B has too few microbatches."""
     sizes = parse_mesh(case["mesh"], None)
     family = LLAMA | {"kv_heads": 8} if case["family"] == "llama" else {}
     own = {
-        "layers": 8,
+        "layers": max(3, sizes.pp),
         "dropout": case["dropout"],
         "tied_embeddings": case["tied"],
         "vocab_size": case["vocab_size"],
@@ -131,3 +143,167 @@ def test_whole_product(values: tuple[Any, ...]) -> None:
     case = dict(zip(OPTIONS, values, strict=True))
     report = parity(configuration(case), case["mask"])
     assert report.passed, report
+
+
+# Fuzz
+
+
+ALONE = Surroundings()
+MANY = 500  # draws that are counted, not trained
+
+
+def test_fuzz(draw: int, pytestconfig: pytest.Config) -> None:
+    """A legal draw equals one device; any other is refused in words."""
+    run_draw(fuzz.draw(pytestconfig.getoption("--seed"), draw))
+
+
+def run_draw(case: fuzz.Case) -> None:
+    try:
+        if problems(case.config, ALONE):
+            assert_refused(case.config)
+        else:
+            report = fuzz.parity_of(case)
+            assert report.passed, report
+    except Exception as error:
+        raise AssertionError(f"{case}\n{error}") from error
+
+
+def assert_refused(config: Config) -> None:
+    """By a message that names flags, the same from code and from the command line."""
+    with pytest.raises(ConfigError) as raised:
+        check(config, ALONE)
+    for text in raised.value.problems:
+        assert names_a_feature(text), text
+    with pytest.raises(ConfigError) as read:
+        parse_command_line(flags_of(config), ALONE)
+    assert read.value.problems == raised.value.problems
+
+
+def names_a_feature(text: str) -> bool:
+    axes = re.findall(r"\b(\w+)=\d", text)
+    return any(flag in text for flag in FLAGS) or any(axis in NAMED_SIZES for axis in axes)
+
+
+@cache
+def many_draws() -> list[tuple[fuzz.Case, list[str]]]:
+    """Each with its problems; from seed 0, whatever is trained."""
+    cases = [fuzz.draw(0, index) for index in range(MANY)]
+    return [(case, problems(case.config, ALONE)) for case in cases]
+
+
+def trained() -> list[Config]:
+    return [case.config for case, texts in many_draws() if not texts]
+
+
+def value_of(config: Config, setting: Setting) -> Any:
+    return getattr(getattr(config, setting.section), setting.name)
+
+
+def test_draw_depends_on_seed_and_index_alone() -> None:
+    assert fuzz.draw(3, 7) == fuzz.draw(3, 7)
+    assert len({str(fuzz.draw(seed, index)) for seed in range(5) for index in range(5)}) == 25
+    assert [fuzz.draw(0, index) for index in range(MANY)] == [case for case, _ in many_draws()]
+
+
+def test_most_draws_are_legal() -> None:
+    assert len(trained()) >= 0.7 * MANY
+
+
+SETTINGS_TO_DRAW = [
+    setting
+    for setting in SETTINGS.values()
+    if setting.section != "run" and setting.name not in fuzz.NOT_DRAWN
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS_TO_DRAW, ids=lambda setting: setting.name)
+def test_every_option_is_drawn(setting: Setting) -> None:
+    """A new field has to be drawn, or else listed in NOT_DRAWN with the reason."""
+    counts = Counter(value_of(config, setting) for config in trained())
+    assert len(counts) > 1, f"always {counts}"
+
+
+def test_what_is_not_drawn_keeps_its_default() -> None:
+    assert fuzz.NOT_DRAWN.keys() <= SETTINGS.keys()
+    for name in fuzz.NOT_DRAWN:
+        assert {value_of(config, SETTINGS[name]) for config in trained()} == {
+            SETTINGS[name].default
+        }
+
+
+def values_to_train(setting: Setting) -> Iterator[Any]:
+    """The values of a choice, and None where another setting may decide; none of a plain number."""
+    if setting.optional:
+        yield None
+    if setting.kind is bool:
+        yield from (True, False)
+    yield from setting.metadata.get("choices", ())
+    least, most = (setting.metadata.get(key) for key in ("minimum", "maximum"))
+    if setting.kind is int and least is not None and most is not None and most - least < 10:
+        yield from range(least, most + 1)
+
+
+CHOICES = [
+    (setting, value)
+    for setting in SETTINGS_TO_DRAW
+    for value in values_to_train(setting)
+    if (setting.name, value) not in (("zero", 1), ("zero", 2))  # refused: not available yet
+]
+
+
+@pytest.mark.parametrize(("setting", "value"), CHOICES, ids=lambda x: getattr(x, "name", str(x)))
+def test_every_value_of_a_choice_is_trained(setting: Setting, value: Any) -> None:
+    assert sum(value_of(config, setting) == value for config in trained()) >= 10
+
+
+@pytest.mark.parametrize("axis", fuzz.AXES)
+def test_every_axis_is_trained_with_every_other(axis: str) -> None:
+    for other in set(fuzz.AXES) - {axis}:
+        meshes = [config.parallel.mesh for config in trained()]
+        assert any(getattr(mesh, axis) > 1 and getattr(mesh, other) > 1 for mesh in meshes), other
+    assert any(mesh.num_ranks == 16 for mesh in meshes)
+    assert any(getattr(mesh, axis) not in (1, 2, 4, 8, 16) for mesh in meshes)
+
+
+@pytest.mark.parametrize("pair", RefusedPair, ids=lambda pair: pair.name)
+def test_every_refused_pair_is_drawn(pair: RefusedPair) -> None:
+    texts = [text for _, problems in many_draws() for text in problems]
+    assert any(pair.reason in text for text in texts)
+
+
+def refusals_of_one_feature(config: Config) -> set[str]:
+    values = {name: value_of(config, setting) for name, setting in SETTINGS.items()}
+    alone = {name: text for name, x in values.items() if (text := SETTINGS[name].problem(x))}
+    found = set(alone.values())
+    for rule in MODEL_RULES:
+        if rule.find.__name__ in NOT_OF_TWO_FEATURES and not rule.reads & alone.keys():
+            found |= set(rule.find(config, ALONE))
+    return found
+
+
+def test_no_combination_is_refused_without_a_row() -> None:
+    reasons = [pair.reason for pair in RefusedPair]
+    for case, texts in many_draws():
+        for text in set(texts) - refusals_of_one_feature(case.config):
+            assert any(reason in text for reason in reasons), (case, text)
+
+
+def test_command_line_of_a_draw_gives_the_draw_again() -> None:
+    for config in trained():
+        assert parse_command_line(flags_of(config), ALONE) == config
+
+
+def test_failing_draw_begins_with_what_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(_: fuzz.Case) -> None:
+        raise RuntimeError("shape '[2, 3]' is invalid")
+
+    monkeypatch.setattr(fuzz, "parity_of", crash)
+    case = next(case for case, texts in many_draws() if not texts)
+    with pytest.raises(AssertionError) as raised:
+        run_draw(case)
+    first, flags, *_, last = str(raised.value).splitlines()
+    assert first == (
+        f"python -m pytest parity_tests/test_composition.py --seed 0 --draw {case.index}"
+    )
+    assert parse_command_line(flags.split(), ALONE) == case.config
+    assert last == "shape '[2, 3]' is invalid"

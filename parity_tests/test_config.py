@@ -15,13 +15,14 @@ from dtensor_llm.checks import Rule, Surroundings, check, problems
 from dtensor_llm.checks.machine_rules import MACHINE_RULES
 from dtensor_llm.checks.memory_floor import memory_floor
 from dtensor_llm.checks.model_rules import MODEL_RULES
-from dtensor_llm.command_line import FLAGS, make_parser, parse_command_line
+from dtensor_llm.command_line import FLAGS, flags_of, make_parser, parse_command_line
 from dtensor_llm.config import (
     Config,
     ConfigError,
     MeshSizes,
     ModelConfig,
     ParallelConfig,
+    RefusedPair,
     RunConfig,
     TrainConfig,
 )
@@ -56,8 +57,8 @@ def test_one_message_holds_all_problems() -> None:
     assert str(raised.value) == (
         "2 problems in the configuration:\n"
         "  - --layers 0: must be a whole number of at least 1 (blocks)\n"
-        "  - --seq-len 9 is not a multiple of tp=2, which sequence parallelism needs: 9 / 2 leaves "
-        "1; --seq-len 8, 10 or --no-sequence-parallel would do"
+        "  - --seq-len 9 is not a multiple of tp=2, but with sequence parallelism all ranks take "
+        "equally many tokens: 9 / 2 leaves 1; --seq-len 8, 10 or --no-sequence-parallel would do"
     )
     assert str(ConfigError(["--lr nan"])) == "1 problem in the configuration:\n  - --lr nan"
 
@@ -81,6 +82,29 @@ def test_table_reaches_every_rule() -> None:
         config = config_of(line, surroundings)
         reached |= {rule.find.__name__ for rule in RULES if any(rule.find(config, surroundings))}
     assert reached == {rule.find.__name__ for rule in RULES}
+
+
+NOT_OF_TWO_FEATURES = {
+    "dropout_survives_rounding",
+    "axes_are_available",
+    "zero_stage_is_available",
+    "parity_has_a_rule",  # refuses no training, only to compare it
+}
+
+
+@pytest.mark.parametrize("rule", MODEL_RULES, ids=lambda rule: rule.find.__name__)
+def test_rule_takes_its_reasons_from_the_table_of_refused_pairs(rule: Rule) -> None:
+    reasons = [pair.reason for pair in RefusedPair]
+    for surroundings, line, _ in BAD_CONFIGURATIONS:
+        for text in rule.find(config_of(line, surroundings), surroundings):
+            named = any(reason in text for reason in reasons)
+            assert named != (rule.find.__name__ in NOT_OF_TWO_FEATURES), text
+
+
+@pytest.mark.parametrize("pair", RefusedPair, ids=lambda pair: pair.name)
+def test_every_row_of_the_table_is_the_reason_of_some_refusal(pair: RefusedPair) -> None:
+    assert any(pair.reason in text for *_, texts in BAD_CONFIGURATIONS for text in texts)
+    assert [other for other in RefusedPair if pair.reason in other.reason] == [pair]
 
 
 SOME_VALUES = {
@@ -183,6 +207,19 @@ def test_unwritable_metrics_are_refused_where_rank_0_runs(
     read(line, Surroundings(first_machine=False))
 
 
+def test_record_check_leaves_no_trace_and_refuses_a_folder_with_a_record(tmp_path: Path) -> None:
+    assert read(f"--record {tmp_path}").run.record == str(tmp_path)
+    read(f"--record {tmp_path / 'new'}")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "record.jsonl").write_text("")
+    with pytest.raises(ConfigError) as raised:
+        read(f"--record {tmp_path}")
+    assert raised.value.problems == [
+        f"--record {tmp_path} already holds a record; another folder would do"
+    ]
+    read(f"--record {tmp_path}", Surroundings(first_machine=False))
+
+
 def test_bad_input_is_found_without_loading_torch() -> None:
     """Every rank reads the command line: it has to be quick."""
     code = (
@@ -197,27 +234,42 @@ def test_bad_input_is_found_without_loading_torch() -> None:
 # Good input
 
 
-@pytest.mark.parametrize(
-    ("surroundings", "line"),
-    [
-        (ALONE, "--mesh 8x4x16"),
-        (ALONE, "--mesh 1x1x1024 --global-batch-size 1024"),
-        (Surroundings(8, 8), "--mesh 2x2x2"),
-        (Surroundings(8, 8, num_cuda=8), "--mesh 2x2x2 --device cuda"),
-        (Surroundings(8, 8, num_cuda=4), "--mesh 2x2x2 --device cpu"),
-        (Surroundings(num_cuda=8), "--mesh 2x2x2"),
-        (Surroundings(16, 8, num_cuda=8), "--mesh tp=8,dp=2 --model llama3-8b"),
-        (Surroundings(memory_bytes=16 * 2**30), "--model gpt2 --global-batch-size 1"),
-        (ALONE, "--mesh 4x1x1 --vocab-size 257 --kv-heads 4 --positions rope --mlp swiglu"),
-        (ALONE, "--mesh 2x1x1 --seq-len 9 --no-sequence-parallel"),
-        (ALONE, "--mesh 1x4x4 --global-batch-size 8 --schedule gpipe"),
-        (ALONE, "--mesh 1x3x1 --layers 8 --global-batch-size 7"),
-        (ALONE, "--steps 1 --lr 0 --clip-grad 0 --eval-every 0 --warmup-steps 1"),
-        (ALONE, "--dropout 0.00001 --attention-dropout 0.99999"),
-    ],
-)
+GOOD_CONFIGURATIONS = [
+    (ALONE, "--mesh 8x4x16"),
+    (ALONE, "--mesh 1x1x1024 --global-batch-size 1024"),
+    (Surroundings(8, 8), "--mesh 2x2x2"),
+    (Surroundings(8, 8, num_cuda=8), "--mesh 2x2x2 --device cuda"),
+    (Surroundings(8, 8, num_cuda=4), "--mesh 2x2x2 --device cpu"),
+    (Surroundings(num_cuda=8), "--mesh 2x2x2"),
+    (Surroundings(16, 8, num_cuda=8), "--mesh tp=8,dp=2 --model llama3-8b"),
+    (Surroundings(memory_bytes=16 * 2**30), "--model gpt2 --global-batch-size 1"),
+    (ALONE, "--mesh 4x1x1 --vocab-size 257 --kv-heads 4 --positions rope --mlp swiglu"),
+    (ALONE, "--mesh 2x1x1 --seq-len 9 --no-sequence-parallel"),
+    (ALONE, "--mesh 1x4x4 --global-batch-size 8 --schedule gpipe"),
+    (ALONE, "--mesh 1x3x1 --layers 8 --global-batch-size 7"),
+    (ALONE, "--steps 1 --lr 0 --clip-grad 0 --eval-every 0 --warmup-steps 1"),
+    (ALONE, "--dropout 0.00001 --attention-dropout 0.99999"),
+]
+
+
+@pytest.mark.parametrize(("surroundings", "line"), GOOD_CONFIGURATIONS)
 def test_good_configuration_passes(surroundings: Surroundings, line: str) -> None:
     assert isinstance(read(line, surroundings), Config)
+
+
+@pytest.mark.parametrize(("surroundings", "line"), GOOD_CONFIGURATIONS)
+def test_flags_of_a_configuration_give_it_again(surroundings: Surroundings, line: str) -> None:
+    config = read(line, surroundings)
+    assert parse_command_line(flags_of(config), surroundings) == config
+
+
+def test_flags_of_a_configuration_name_what_differs_from_the_defaults() -> None:
+    assert flags_of(Config()) == ["--mesh", "1x1x1"]
+    line = "--mesh pp=2,dp_replicate=2,tp=2 --no-bias --lr 1e-05 --data a b --check-parity"
+    assert flags_of(read(f"{line} --dtype float64")) == shlex.split(
+        "--mesh pp=2,dp_replicate=2,tp=2 --no-bias --lr 1e-05 --dtype float64 --data a b "
+        "--check-parity"
+    )
 
 
 def test_no_flags_give_the_defaults() -> None:
@@ -234,7 +286,8 @@ def test_every_flag_sets_its_field() -> None:
         "--min-lr-ratio 0 --weight-decay 0.2 --clip-grad 0.5 --seed 7 --optimizer sgd "
         "--momentum 0.5 --beta1 0.8 --beta2 0.9 --eps 1e-6 --dtype float64 --eval-every 3 "
         "--eval-samples 5 --mesh 2x2x1 --zero 0 --schedule gpipe --no-sequence-parallel "
-        "--world threads --device cpu --timeout 5 --data a b --check-parity --metrics run.jsonl"
+        "--world threads --device cpu --timeout 5 --data a b --check-parity "
+        "--record run --record-every 7 --metrics run.jsonl"
     )
     config, flags = read(line), {word for word in shlex.split(line) if word.startswith("--")}
     assert flags == {
@@ -245,6 +298,7 @@ def test_every_flag_sets_its_field() -> None:
     for setting in SETTINGS.values():
         assert getattr(getattr(config, setting.section), setting.name) != setting.default
     assert config.run.data == ("a", "b")
+    assert read(shlex.join(flags_of(config))) == config
     assert config.model == ModelConfig(
         500,
         96,

@@ -1,28 +1,113 @@
 """Every planted bug is caught, and the report names the quantity and the tensor that it broke."""
 
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
 import pytest
 
-from parity_tests.faults import FAULTS, Fault
-from parity_tests.harness import parity, small_config
+from parity_tests.faults import FAULTS, KINDS, Fault
+from parity_tests.faults.checks import numbered_dataset
+from parity_tests.harness import ROOT, SECONDS, small_config
+
+STRATEGIES = [path.stem for path in (ROOT / "dtensor_llm" / "parallel").glob("[a-z]*.py")]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_is_caught(fault: Fault) -> None:
-    config = small_config(fault.mesh, **fault.options)
     with fault.plant():
-        report = parity(config)
-    failed = {row.quantity: row for row in report.rows if not row.passed}
-    assert fault.quantity in failed, f"{fault.name} was not seen:\n{report}"
-    assert fault.tensors in failed[fault.quantity].worst, report
+        report = fault.check(fault.config)
+    assert fault.row_that_names_it(report) is not None, f"{fault.name} was not seen:\n{report}"
 
 
-def configurations() -> list[tuple[str, dict[str, object]]]:
-    """What the faults are planted in, each once."""
-    found = {repr((f.mesh, f.options)): (f.mesh, dict(f.options)) for f in FAULTS}
+def each_configuration_once() -> list[Fault]:
+    """Faults that between them have every configuration and check."""
+    found = {(f.check, f.mesh, repr(sorted(f.options.items()))): f for f in FAULTS}
     return list(found.values())
 
 
-@pytest.mark.parametrize(("mesh", "options"), configurations())
-def test_same_configuration_passes_without_the_fault(mesh: str, options: dict[str, object]) -> None:
-    report = parity(small_config(mesh, **options))
+@pytest.mark.parametrize(
+    "fault",
+    each_configuration_once(),
+    ids=lambda f: "-".join([f.check.__name__, f.mesh, *f.options]),
+)
+def test_same_configuration_passes_without_the_fault(fault: Fault) -> None:
+    report = fault.check(fault.config)
     assert report.passed, report
+
+
+def test_there_are_faults_of_every_kind_and_strategy() -> None:
+    kinds = Counter(fault.kind for fault in FAULTS)
+    assert kinds.keys() == set(KINDS)
+    assert min(kinds.values()) >= 7
+    assert len(FAULTS) >= 50
+    assert set(STRATEGIES) <= {fault.strategy for fault in FAULTS}
+
+
+def test_names_are_unique_and_descriptions_are_there() -> None:
+    names = Counter(fault.name for fault in FAULTS)
+    assert max(names.values()) == 1, names.most_common(1)
+    for fault in FAULTS:
+        for text in (fault.breaks, fault.symptom, fault.sabotaged):
+            assert text.strip(), fault.name
+
+
+def test_the_corpus_of_the_checks_ends_inside_a_batch() -> None:
+    """Else a dropped or padded last batch could not be seen."""
+    config = small_config()
+    data, _ = numbered_dataset(config)
+    for side in (data.training, data.validation):
+        assert len(side) % config.train.global_batch_size
+
+
+def test_the_page_on_planted_bugs_counts_them() -> None:
+    text = (ROOT / "reference" / "README.md").read_text()
+    assert f"plants {len(FAULTS)} bugs" in text
+    assert f"catches {len(FAULTS)} of the {len(FAULTS)}" in text
+
+
+# ---------------------------------------------------------------- scripts/plant_faults.py
+
+FEW = ("tied_gradients_averaged", "gelu_of_the_other_kind", "epoch_order_repeated")
+
+
+def plant_faults(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the script from a folder that is not the repository's."""
+    command = [sys.executable, str(ROOT / "scripts" / "plant_faults.py"), *arguments]
+    return subprocess.run(
+        command, cwd=ROOT.parent, capture_output=True, text=True, timeout=SECONDS * 2
+    )
+
+
+def lines_with(text: str, words: Sequence[str]) -> list[str]:
+    return [line for line in text.splitlines() if any(word in line for word in words)]
+
+
+def test_script_prints_the_gallery() -> None:
+    done = plant_faults("--only", *FEW)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(lines_with(done.stdout, FEW)) == 3
+    tied, gelu, order = (lines_with(done.stdout, [name])[0] for name in FEW)
+    assert "gradient of token_embedding.weight" in tied
+    assert "loss of step" in gelu
+    assert "order of epochs of epochs 0 and 1" in order
+    assert "3 of 3 caught" in done.stdout
+    assert done.stderr == ""
+
+
+def test_script_fails_where_a_fault_is_not_caught() -> None:
+    done = plant_faults("--only", *FEW, "--disable", FEW[0], "--markdown")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "NOT CAUGHT" in lines_with(done.stdout, FEW[:1])[0]
+    assert "NOT CAUGHT" not in lines_with(done.stdout, FEW[1:])
+    assert "2 of 3 caught" in done.stdout
+    assert lines_with(done.stdout, FEW)[0].startswith("| ")
+
+
+def test_script_refuses_a_name_that_is_not_there() -> None:
+    done = plant_faults("--only", *FEW, "--disable", "tied_gradient_averaged")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    wanted = "no fault is called tied_gradient_averaged; did you mean tied_gradients_averaged?\n"
+    assert done.stderr == wanted

@@ -18,6 +18,7 @@ from dtensor_llm.optimizer import (
     clip_gradients,
     is_decayed,
     learning_rate,
+    make_optimizer,
     sum_of_squares,
 )
 from dtensor_llm.plan import local_tensor
@@ -183,6 +184,27 @@ def test_more_ranks_than_rows(optimizer: str) -> None:
     assert on_every_rank(config, rows) == [1, 1, 1, 1, 0, 0, 0, 0]
     report = parity(config)
     assert report.passed, report
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_rank_that_owns_no_element(optimizer: str) -> None:
+    """8 ranks take 2 elements of 12 each: none is left for the last two."""
+    sizes = {"vocab_size": 12, "width": 12, "heads": 3, "ffn_width": 12, "seq_len": 2}
+    report = parity(small_config("1x1x8", optimizer=optimizer, **sizes))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_sgd_steps_every_element(dtype: str) -> None:
+    """Fused, torch 2.13 steps only the last few elements of a bfloat16 tensor of 16 or more."""
+    weight = nn.Parameter(torch.zeros(100, dtype=getattr(torch, dtype)))
+    config = TrainConfig(optimizer="sgd", lr=1.0, momentum=0.5, dtype=dtype)
+    optimizer = make_optimizer([{"params": [weight], "weight_decay": 0.0}], config)
+    for _ in range(2):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert weight.tolist() == [-(1.0 + 1.5)] * 100
+    assert optimizer.state[weight]["momentum_buffer"].tolist() == [1.5] * 100
 
 
 @pytest.mark.parametrize(("mesh", "momentum"), [("1x1x1", 0.0), ("2x1x2", 0.9), ("1x2x1", 0.9)])

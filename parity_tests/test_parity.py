@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -166,7 +167,7 @@ def test_report_tells_what_differs() -> None:
 
 
 def compare(
-    mesh: str, reference: Run, control: Run | None = None, **options: Any
+    mesh: str, reference: Run, control: Callable[[], Run] | None = None, **options: Any
 ) -> tuple[Report, ...]:
     """Every rank's report of a training on `mesh`."""
     config = small_config(mesh, **options)
@@ -301,14 +302,33 @@ def test_two_runs_are_compared_by_the_same_formulas() -> None:
 
 
 def test_control_sets_the_bounds_and_never_below_the_fixed_one() -> None:
+    """What is 1e-9 off passes if the control is 2e-10 off, and nothing else gets more room."""
     reference = reference_for(small_config())
-    weight = reference.tensors_at[2]["weight"]["token_embedding.weight"]
-    off = changed(reference, 2, "weight", "token_embedding.weight", weight * (1 + 1e-9))
-    (report,) = compare("1x1x1", reference, control=off)
+    name = "token_embedding.weight"
+    weight = reference.tensors_at[2]["weight"][name]
+    expected = changed(reference, 2, "weight", name, weight * (1 + 1e-9))
+    (alone,) = compare("1x1x1", expected)
+    assert [row.quantity for row in alone.rows if not row.passed] == ["weight"]
+
+    control = changed(expected, 2, "weight", name, weight * (1 + 0.8e-9))
+    (report,) = compare("1x1x1", expected, control=lambda: control)
+    assert report.passed
     bounds = {row.quantity: row.bound for row in report.rows}
-    expected = compare_runs(off, reference).worst("weight", 0.0).error
-    assert bounds.pop("weight") == pytest.approx(CONTROL_FACTOR * expected) != BOUND
+    error = compare_runs(control, expected).worst("weight", 0.0).error
+    assert bounds.pop("weight") == pytest.approx(CONTROL_FACTOR * error) != BOUND
     assert set(bounds.values()) == {BOUND}
+
+    near = changed(expected, 2, "weight", name, weight * (1 + 0.99e-9))
+    (report,) = compare("1x1x1", expected, control=lambda: near)
+    assert not report.passed, "the control is a tenth of a per cent of it off"
+
+
+def test_control_is_not_trained_where_the_fixed_bound_holds() -> None:
+    def control() -> Run:
+        raise AssertionError("not needed")
+
+    (report,) = compare("1x1x1", reference_for(small_config()), control=control)
+    assert report.passed
 
 
 def test_control_takes_single_sequences_from_last_to_first() -> None:

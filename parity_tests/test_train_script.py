@@ -129,9 +129,9 @@ def test_planted_bug_is_named_by_threads(text: str) -> None:
 
 
 def test_rounding_beyond_the_fixed_bound_is_measured_by_a_control(train_gpt: TrainGPT) -> None:
-    """5 steps at a learning rate of 0.03: the bound of some quantity is that of the control."""
+    """8 steps at a learning rate of 0.1: the bound of some quantity is that of the control."""
     done = train_gpt(
-        "--mesh 2x1x1 --steps 5 --lr 0.03 --warmup-steps 0 --check-parity --eval-every 0"
+        "--mesh 2x1x1 --steps 8 --lr 0.1 --warmup-steps 0 --check-parity --eval-every 0"
     )
     assert done.returncode == 0, done.stdout + done.stderr
     bounds = [float(b) for b in re.findall(r"(\S+)  ok$", done.stdout, re.MULTILINE)]
@@ -241,8 +241,8 @@ def test_bad_input_under_torchrun_is_told_once(tmp_path: Path) -> None:
     assert logs == [
         *("", "", ""),
         "2 problems in the configuration:\n"
-        "  - --seq-len 9 is not a multiple of tp=2, which sequence parallelism needs: 9 / 2 "
-        "leaves 1; --seq-len 8, 10 or --no-sequence-parallel would do\n"
+        "  - --seq-len 9 is not a multiple of tp=2, but with sequence parallelism all ranks take "
+        "equally many tokens: 9 / 2 leaves 1; --seq-len 8, 10 or --no-sequence-parallel would do\n"
         "  - mesh tp=2 x pp=2 x dp=2 = 8 ranks, but 2 were started; 1x1x2 or 1x2x1 would fit\n",
     ]
 

@@ -13,6 +13,9 @@ Touvron et al., arXiv 2302.13971 (Llama); Su et al., arXiv 2104.09864 (RoPE); Sh
 2002.05202 (SwiGLU); Ainslie et al., arXiv 2305.13245 (grouped-query attention).
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,7 +27,9 @@ from torch import Tensor
 from reference import random_numbers
 
 Weights = dict[str, Tensor]
+Watch = Callable[[str, Tensor], None]
 IGNORED_LABEL = -100
+_watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def drop(
     x: Tensor, site: str, rate: float, dropout: Dropout | None, part: tuple[int, int] = (0, 1)
 ) -> Tensor:
     """Apply dropout where there is any; None means evaluation."""
-    return x if dropout is None or rate == 0 else dropout(x, site, rate, part)
+    return x if dropout is None or rate == 0 else seen(site, dropout(x, site, rate, part))
 
 
 def parameter_shapes(options: ModelOptions) -> dict[str, tuple[int, ...]]:
@@ -151,6 +156,25 @@ def initial_weights(options: ModelOptions, seed: int, dtype: torch.dtype) -> Wei
     return weights
 
 
+@contextmanager
+def watching(watch: Watch | None) -> Iterator[None]:
+    """Call `watch` with name and value of what is made inside, in order: see `seen`."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
+
+def seen(name: str, x: Tensor) -> Tensor:
+    """x, after telling whoever watches. A name is a module's, for what it gives out;
+    `NAME.input` for what it is given; or `tokens`, `labels`, `loss` (of each token)."""
+    watch = _watch.get()
+    if watch is not None:
+        watch(name, x)
+    return x
+
+
 def forward(model: Model, tokens: Tensor, dropout: Dropout | None = None) -> Tensor:
     """Tokens (b t) to logits (b t v)."""
     x = embed(model.weights, tokens, model.options, dropout)
@@ -163,9 +187,11 @@ def embed(
     weights: Weights, tokens: Tensor, options: ModelOptions, dropout: Dropout | None
 ) -> Tensor:
     """Tokens (b t) to activations (b t d)."""
-    x = weights["token_embedding.weight"][tokens]  # b t d
+    rows = weights["token_embedding.weight"][seen("tokens", tokens)]
+    x = seen("token_embedding", rows)  # b t d
     if options.positions == "learned":
-        x = x + weights["position_embedding.weight"][: tokens.shape[1]]
+        positions = weights["position_embedding.weight"][: tokens.shape[1]]
+        x = seen("position_embedding", x + positions)
     return drop(x, "embedding_dropout", options.dropout, dropout)
 
 
@@ -174,25 +200,27 @@ def block(
 ) -> Tensor:
     """x + attention, then x + feed-forward network, each on a normed x. b t d to b t d."""
     name = f"blocks.{index}"
+    x = seen(f"{name}.input", x)
     normed = norm(weights, f"{name}.attention_norm", x, options)
     heads = attention_heads(weights, f"{name}.attention", normed, options, dropout)
-    y = linear(weights, f"{name}.attention.output", heads)
+    heads = seen(f"{name}.attention.output.input", heads)
+    y = seen(f"{name}.attention", linear(weights, f"{name}.attention.output", heads))
     x = x + drop(y, f"{name}.attention_residual_dropout", options.dropout, dropout)
     normed = norm(weights, f"{name}.mlp_norm", x, options)
-    hidden = mlp_hidden(weights, f"{name}.mlp", normed, options)
-    y = linear(weights, f"{name}.mlp.down", hidden)
-    return x + drop(y, f"{name}.mlp_residual_dropout", options.dropout, dropout)
+    hidden = seen(f"{name}.mlp.down.input", mlp_hidden(weights, f"{name}.mlp", normed, options))
+    y = seen(f"{name}.mlp", linear(weights, f"{name}.mlp.down", hidden))
+    return seen(name, x + drop(y, f"{name}.mlp_residual_dropout", options.dropout, dropout))
 
 
 def head(weights: Weights, x: Tensor, options: ModelOptions) -> Tensor:
     """Activations (b t d) to logits (b t v)."""
     x = norm(weights, "final_norm", x, options)
-    return F.linear(x, weights[options.head_name])
+    return seen("head", F.linear(x, weights[options.head_name]))
 
 
 def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
     """x times the weight, plus the bias where there is one."""
-    return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+    return seen(name, F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias")))
 
 
 def norm(weights: Weights, name: str, x: Tensor, options: ModelOptions) -> Tensor:
@@ -203,7 +231,7 @@ def norm(weights: Weights, name: str, x: Tensor, options: ModelOptions) -> Tenso
     wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + options.norm_eps)
     y = wide.to(x.dtype) * weights[f"{name}.weight"]
     bias = weights.get(f"{name}.bias")
-    return y if bias is None else y + bias
+    return seen(name, y if bias is None else y + bias)
 
 
 def attention_heads(
@@ -261,10 +289,10 @@ def mlp_hidden(weights: Weights, name: str, x: Tensor, options: ModelOptions) ->
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy summed over the valid labels. logits b t v, labels b t."""
     wide = widen(logits)
-    valid = labels != IGNORED_LABEL
+    valid = seen("labels", labels) != IGNORED_LABEL
     index = rearrange(labels.where(valid, 0), "b t -> b t 1")
     picked = rearrange(wide.gather(-1, index), "b t 1 -> b t")
-    return (wide.logsumexp(dim=-1) - picked).where(valid, 0).sum()
+    return seen("loss", (wide.logsumexp(dim=-1) - picked).where(valid, 0)).sum()
 
 
 def num_valid(labels: Tensor) -> int:

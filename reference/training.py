@@ -27,11 +27,14 @@ from reference.model import (
     Dropout,
     Model,
     ModelOptions,
+    Watch,
     Weights,
     forward,
     initial_weights,
     loss_sum,
     num_valid,
+    seen,
+    watching,
     widen,
 )
 
@@ -113,6 +116,7 @@ def train(
     microbatches: int = 1,
     reverse: bool = False,
     perturb: Perturb | None = None,
+    watch: Mapping[int, Watch] | None = None,
 ) -> Run:
     """Train from initial weights, one step for each batch.
 
@@ -127,20 +131,23 @@ def train(
             control for what float64 can tell apart.
         perturb: called with (step, weights, gradients) before the norm is taken; may change both
             in place, to plant a fault.
+        watch: by step, from 0, who is told every weight before it and every value on the way from
+            tokens to loss: see `reference.model.seen`. With one microbatch each name comes once.
     """
     how = options_from(TrainingOptions, training)
     options = options_from(ModelOptions, model)
     weights = initial_weights(options, how.seed, getattr(torch, how.dtype))
     run = Run(weights)
     for step, (tokens, labels) in enumerate(batches):
-        loss, gradients = loss_and_gradients(
-            Model(options, weights),
-            tokens,
-            labels,
-            Dropout(how.seed, step),
-            microbatches=microbatches,
-            reverse=reverse,
-        )
+        with watching((watch or {}).get(step)):
+            loss, gradients = loss_and_gradients(
+                Model(options, {name: seen(name, weight) for name, weight in weights.items()}),
+                tokens,
+                labels,
+                Dropout(how.seed, step),
+                microbatches=microbatches,
+                reverse=reverse,
+            )
         if perturb is not None:
             perturb(step, weights, gradients)
         run.losses.append(loss)
@@ -152,11 +159,11 @@ def train(
             clip(gradients, run.gradient_norms[-1], how.clip_grad)
             update(weights, gradients, run.optimizer, how, run.learning_rates[-1])
         if tensors_of is None or step in tensors_of:
-            run.tensors_at[step] = {"gradient": unclipped, **state(run)}
+            run.tensors_at[step] = {"gradient": unclipped, **state_of(run)}
     return run
 
 
-def state(run: Run) -> dict[str, Weights]:
+def state_of(run: Run) -> dict[str, Weights]:
     """A copy of weights and optimizer state, by quantity; only what the optimizer has."""
     optimizer = run.optimizer
     tensors = {

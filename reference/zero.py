@@ -53,6 +53,7 @@ from reference.training import (
     learning_rate,
     leaves,
     split_batch,
+    state_of,
     update,
 )
 
@@ -104,6 +105,7 @@ def train_steps(model: Model, batches: Sequence[Batch], how: TrainingOptions, *,
     run.optimizer.exp_avg = gather([state.exp_avg for state in states])
     run.optimizer.exp_avg_sq = gather([state.exp_avg_sq for state in states])
     run.optimizer.momentum = gather([state.momentum for state in states])
+    run.tensors_at[len(batches) - 1] = state_of(run)
     return run
 
 

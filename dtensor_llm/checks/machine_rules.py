@@ -143,6 +143,23 @@ def metrics_can_be_written(config: Config, surroundings: Surroundings) -> Iterat
         yield f"--metrics {path} cannot be written: {error.strerror}; another file would do"
 
 
+def record_can_be_written(config: Config, surroundings: Surroundings) -> Iterator[str]:
+    if config.run.record is None or not surroundings.first_machine:
+        return
+    path = Path(config.run.record)
+    try:
+        if not path.parent.is_dir():
+            yield f"--record {path}: there is no folder {path.parent}; create it first"
+        elif (path / "record.jsonl").exists():
+            yield f"--record {path} already holds a record; another folder would do"
+        elif path.exists() and not path.is_dir():
+            yield f"--record {path} is a file; the name of a new folder would do"
+        else:
+            _try_writing(path / "record.jsonl" if path.is_dir() else path)
+    except OSError as error:
+        yield f"--record {path} cannot be written: {error.strerror}; another folder would do"
+
+
 def _try_writing(path: Path) -> None:
     """Raise OSError where `path` cannot be written; leave no trace."""
     if path.exists():
@@ -164,4 +181,5 @@ MACHINE_RULES = (
         | {"world", "device", "check_parity"},
     ),
     Rule(metrics_can_be_written, frozenset({"metrics"})),
+    Rule(record_can_be_written, frozenset({"record"})),
 )

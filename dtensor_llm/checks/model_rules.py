@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtensor_llm.checks.rule import Rule, Surroundings, near_multiples, propose, remainder
-from dtensor_llm.config import Config, MeshSizes
+from dtensor_llm.config import Config, MeshSizes, RefusedPair
 from dtensor_llm.mesh import fitting_meshes
 from dtensor_llm.settings import join_or
 
@@ -21,12 +21,13 @@ def heads_divide_the_width(config: Config, _: Surroundings) -> Iterator[str]:
     if width % heads:
         fewer = f"--heads {largest_divisor(width, heads) or 1}"
         yield (
-            f"--width {width} is not a multiple of --heads {heads}: {remainder(width, heads)}; "
+            f"--width {width} is not a multiple of --heads {heads}, but "
+            f"{RefusedPair.HEADS.reason}: {remainder(width, heads)}; "
             f"{propose('--width', near_multiples(width, heads), fewer)}"
         )
     elif config.model.positions == "rope" and config.model.head_size % 2:
         yield (
-            f"--positions rope turns pairs of elements, but the head size is odd: --width {width} "
+            f"{RefusedPair.ROPE.reason}, but the head size is odd: --width {width} "
             f"/ --heads {heads} = {config.model.head_size}; "
             f"{propose('--width', near_multiples(width, 2 * heads))}"
         )
@@ -37,8 +38,8 @@ def kv_heads_divide_the_heads(config: Config, _: Surroundings) -> Iterator[str]:
     if heads % kv_heads:
         fewer = f"--kv-heads {largest_divisor(heads, kv_heads) or 1}"
         yield (
-            f"--heads {heads} is not a multiple of --kv-heads {kv_heads}: "
-            f"{remainder(heads, kv_heads)}; "
+            f"--heads {heads} is not a multiple of --kv-heads {kv_heads}, but "
+            f"{RefusedPair.KV_HEADS.reason}: {remainder(heads, kv_heads)}; "
             f"{propose('--heads', near_multiples(heads, kv_heads), fewer)}"
         )
 
@@ -59,8 +60,8 @@ def warmup_ends(config: Config, _: Surroundings) -> Iterator[str]:
     train = config.train
     if train.num_warmup_steps > train.steps:
         yield (
-            f"--warmup-steps {train.num_warmup_steps} is more than --steps {train.steps}: the "
-            f"learning rate would not reach its peak; --warmup-steps {train.steps} or less would do"
+            f"--warmup-steps {train.num_warmup_steps} is more than --steps {train.steps}: "
+            f"{RefusedPair.WARMUP.reason}; --warmup-steps {train.steps} or less would do"
         )
 
 
@@ -72,9 +73,11 @@ def batch_divides(config: Config, _: Surroundings) -> Iterator[str]:
         smaller = []
         if micro and batch % dp == 0:
             smaller.append(f"--micro-batch-size {largest_divisor(batch // dp, micro) or 1}")
+        pair = RefusedPair.DP if batch % dp else RefusedPair.MICRO_BATCH
         arithmetic = remainder(batch, unit) if batch > unit else f"{batch} < {unit}"
         yield (
-            f"--global-batch-size {batch} is not a multiple of {factors}: {arithmetic}; "
+            f"--global-batch-size {batch} is not a multiple of {factors}, but {pair.reason}: "
+            f"{arithmetic}; "
             f"{propose('--global-batch-size', near_multiples(batch, unit), *smaller)}"
         )
 
@@ -88,7 +91,7 @@ def every_stage_has_a_microbatch(config: Config, _: Surroundings) -> Iterator[st
     if fitting := largest_divisor(batch // dp, batch // dp // pp):
         cures.insert(0, f"--micro-batch-size {fitting}")
     yield (
-        f"--schedule 1f1b needs a microbatch for every stage, but --global-batch-size {batch} / "
+        f"{RefusedPair.SCHEDULE_1F1B.reason}, but --global-batch-size {batch} / "
         f"(dp={dp} x micro-batch {micro}) = {m}, fewer than pp={pp}; {join_or(cures)} would do"
     )
 
@@ -103,7 +106,7 @@ def every_stage_has_a_block(config: Config, _: Surroundings) -> Iterator[str]:
     layers, pp = config.model.layers, config.parallel.mesh.pp
     if layers < pp:
         yield (
-            f"--layers {layers} is too few for pp={pp}: each stage takes at least one block; "
+            f"--layers {layers} is too few for pp={pp}: {RefusedPair.PP.reason}; "
             f"--layers {pp} or pp={layers} would do"
         )
 
@@ -111,9 +114,18 @@ def every_stage_has_a_block(config: Config, _: Surroundings) -> Iterator[str]:
 def tp_divides_heads_and_ffn(config: Config, _: Surroundings) -> Iterator[str]:
     model, tp = config.model, config.parallel.mesh.tp
     parts = {"--heads": model.heads, "--ffn-width": model.num_ffn}
+    reasons = {
+        "--heads": RefusedPair.TP_AND_HEADS.reason,
+        "--ffn-width": RefusedPair.TP_AND_FFN.reason,
+        "--kv-heads": RefusedPair.TP_AND_KV_HEADS.reason,
+    }
     if model.kv_heads is not None:
         parts["--kv-heads"] = model.kv_heads
-    uneven = [f"{flag} {remainder(size, tp)}" for flag, size in parts.items() if size % tp]
+    uneven = [
+        f"{flag} {remainder(size, tp)} ({reasons[flag]})"
+        for flag, size in parts.items()
+        if size % tp
+    ]
     if uneven:
         yield (
             f"tp={tp} must divide {', '.join(parts)}: {', '.join(uneven)}; "
@@ -132,7 +144,8 @@ def every_tp_rank_has_vocabulary(config: Config, _: Surroundings) -> Iterator[st
     part = -(-size // tp)
     if (tp - 1) * part >= size:
         yield (
-            f"--vocab-size {size} leaves a rank of tp={tp} without token ids: in parts of "
+            f"--vocab-size {size} is too small for tp={tp}: "
+            f"{RefusedPair.TP_AND_VOCABULARY.reason}, but in parts of "
             f"ceil({size} / {tp}) = {part} they fill {-(-size // part)} of {tp} ranks; "
             f"{propose('--vocab-size', near_multiples(size, tp), 'a smaller tp')}"
         )
@@ -142,8 +155,8 @@ def tp_divides_the_sequence(config: Config, _: Surroundings) -> Iterator[str]:
     seq_len, tp = config.model.seq_len, config.parallel.mesh.tp
     if config.parallel.sequence_parallel and seq_len % tp:
         yield (
-            f"--seq-len {seq_len} is not a multiple of tp={tp}, which sequence parallelism needs: "
-            f"{remainder(seq_len, tp)}; "
+            f"--seq-len {seq_len} is not a multiple of tp={tp}, but "
+            f"{RefusedPair.SEQUENCE_PARALLEL.reason}: {remainder(seq_len, tp)}; "
             f"{propose('--seq-len', near_multiples(seq_len, tp), '--no-sequence-parallel')}"
         )
 
@@ -165,12 +178,8 @@ def zero_stage_is_available(config: Config, _: Surroundings) -> Iterator[str]:
 
 
 def parity_has_a_rule(config: Config, _: Surroundings) -> Iterator[str]:
-    if config.run.check_parity and config.train.dtype != "float64":
-        yield (
-            f"--check-parity compares to a bound that holds for float64, but --dtype is "
-            f"{config.train.dtype}; --dtype float64 would do"
-        )
-    elif config.run.check_parity and config.needs_control and config.train.global_batch_size == 1:
+    reorders = config.train.dtype == "float64" and config.needs_control
+    if config.run.check_parity and reorders and config.train.global_batch_size == 1:
         yield (
             "--check-parity measures rounding by reordering the sequences of a batch, and "
             "--global-batch-size is 1; --global-batch-size 2, or --steps 3 with the default --lr, "

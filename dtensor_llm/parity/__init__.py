@@ -8,10 +8,18 @@
 | verdict.py     | the bounds of each dtype, and from differences to a report                      |
 | expect.py      | trains the reference, and what its bounds are measured by                       |
 | check.py       | holds a trainer's steps to the reference, on any mesh                           |
+| meshes.py      | that for many meshes, as one table                                              |
+| finder/        | finds the first divergence: step, module, microbatch, element                   |
+| record.py      | a run on disk, in a format that any trainer can write                           |
+| recording.py   | writes it from a trainer on any mesh                                            |
+| compare.py     | compares two records                                                            |
+| own_model/     | the same for any nn.Module and any way of parallelizing it                      |
 """
 
 from dtensor_llm.parity.check import ParityCheck
 from dtensor_llm.parity.expect import expect, reference_arguments
+from dtensor_llm.parity.finder.divergence import find_divergence
+from dtensor_llm.parity.finder.finding import Finding
 from dtensor_llm.parity.report import Report, Row
 from dtensor_llm.parity.run import Run
 from dtensor_llm.parity.verdict import BOUND, CONTROL_FACTOR, Expectation, compare_runs, judge
@@ -20,12 +28,14 @@ __all__ = [
     "BOUND",
     "CONTROL_FACTOR",
     "Expectation",
+    "Finding",
     "ParityCheck",
     "Report",
     "Row",
     "Run",
     "compare_runs",
     "expect",
+    "find_divergence",
     "judge",
     "reference_arguments",
 ]

@@ -20,7 +20,7 @@ from dtensor_llm.parity.difference import (
 )
 from dtensor_llm.parity.report import Report
 from dtensor_llm.parity.run import QUANTITIES, Run, prepared
-from dtensor_llm.parity.verdict import Expectation, comparison, judge
+from dtensor_llm.parity.verdict import Comparison, Expectation, comparison, judge
 from dtensor_llm.plan import local_slice
 from dtensor_llm.train import StepResult, Trainer, Watcher
 
@@ -54,19 +54,23 @@ class ParityCheck(Watcher):
         return self.steps is None or step in self.steps
 
     def compare(self, expected: Expectation) -> Report:
-        """The report against `expected`.
+        """The report against `expected`; every rank calls it and gets the same one.
 
-        Every rank calls it and gets the same report. Comm: for each step kept one gather to rank 0
-        of five float64 a tensor, and the report shared.
+        Comm: as `measure`.
         """
-        differences = {step: self.differences(step, expected.reference) for step in self.kept}
+        measured = self.measure(expected.reference)
+        return self.trainer.world.share(lambda: judge(measured, expected))
 
-        def judged() -> Report:
-            losses = [result.loss for result in self.results]
-            norms = [result.gradient_norm for result in self.results]
-            return judge(comparison(losses, norms, differences, expected.reference), expected)
+    def measure(self, reference: Run) -> Comparison:
+        """How far every number is from the reference's; every rank calls it, rank 0 gets it whole.
 
-        return self.trainer.world.share(judged)
+        Comm: for each step kept one gather to rank 0 of five float64 a tensor.
+        """
+        steps = [step for step in self.kept if step in reference.tensors_at]
+        differences = {step: self.differences(step, reference) for step in steps}
+        losses = [result.loss for result in self.results]
+        norms = [result.gradient_norm for result in self.results]
+        return comparison(losses, norms, differences, reference)
 
     def differences(self, step: int, reference: Run) -> dict[str, dict[str, Difference]]:
         """{quantity: {tensor: difference}} over the elements of all ranks; on rank 0, else {}."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FLOORS = {"gradient": 1e-3, "weight": 1.0, "exp_avg": 1e-3, "exp_avg_sq": 1e-3, "momentum": 1e-3}
+FLOOR, FLOOR_OF_WEIGHTS = 1e-3, 1.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def relative_errors(
     quantity: str, differences: Mapping[str, Difference], sizes: Mapping[str, Size]
 ) -> dict[str, float]:
     """{tensor: error} by the formula above."""
-    floor = FLOORS[quantity] * max(size.largest for size in sizes.values())
+    factor = FLOOR_OF_WEIGHTS if quantity == "weight" else FLOOR
+    floor = factor * max(size.largest for size in sizes.values())
     return {
         name: over(found.largest, max(sizes[name].largest, floor))
         for name, found in differences.items()

@@ -1,7 +1,7 @@
 """What a recorded run is, whoever ran it: numbers of each step, tensors of some."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -10,6 +10,10 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 
 QUANTITIES = ("gradient", "weight", "exp_avg", "exp_avg_sq", "momentum")
 """In the order in which a step makes them: the gradient, before clipping, and what it updates."""
+
+
+class Incomparable(ValueError):
+    """Two runs do not have the same parameters."""
 
 
 class Run(Protocol):
@@ -31,3 +35,25 @@ class Run(Protocol):
 def prepared(quantity: str, x: Tensor) -> Tensor:
     """The tensor as it is compared: of the second moment the root, which the update divides by."""
     return x.sqrt() if quantity == "exp_avg_sq" else x
+
+
+def check_parameters(
+    step: int, quantity: str, own: Mapping[str, Any], whole: Mapping[str, Any]
+) -> None:
+    """Refuse to compare what has other names or shapes; of numbers, the names.
+
+    Raises:
+        Incomparable: naming what is missing, what is too much, or the two shapes.
+    """
+    place = f"step {step + 1}, {quantity}"
+    only = {"only in the first": own.keys() - whole.keys()}
+    only["only in the second"] = whole.keys() - own.keys()
+    texts = [f"{where}: {', '.join(sorted(names))}" for where, names in only.items() if names]
+    if texts:
+        raise Incomparable(f"{place}: the two runs name other parameters; {'; '.join(texts)}")
+    for name, x in own.items():
+        if isinstance(x, Tensor) and x.shape != whole[name].shape:
+            raise Incomparable(
+                f"{place} of {name}: shape {tuple(x.shape)} in the first, "
+                f"{tuple(whole[name].shape)} in the second"
+            )

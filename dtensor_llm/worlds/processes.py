@@ -82,6 +82,15 @@ def refuse(message: str) -> NoReturn:
     leave(2)
 
 
+def torchrun(size: int) -> list[str]:
+    """The command that starts `size` ranks on this machine, on a port that the system chooses.
+
+    A script and its arguments, or -m and a module, are to follow.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d"]
+    return [*launcher, "--rdzv-endpoint=localhost:0", f"--nproc-per-node={size}"]
+
+
 def leave(code: int = 0) -> NoReturn:
     """End this process; every rank of a script has to end through here.
 

@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 _PRELOAD = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 _SECONDS_TO_START = 120.0
+_SECONDS_TO_DIE = 0.5  # in which a death is seen, after another rank has noticed it
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,21 @@ def _collect(
         for pipe in ready:
             assert isinstance(pipe, connection.Connection)
             rank = rank_of[pipe]
-            results[rank] = _receive(rank, pipe, ranks[rank][0])
+            try:
+                results[rank] = _receive(rank, pipe, ranks[rank][0])
+            except WorldError as error:
+                raise _death([process for process, _ in ranks]) or error from error.__cause__
     return [results[rank] for rank in range(len(ranks))]
+
+
+def _death(processes: list[ForkServerProcess]) -> WorldError | None:
+    """The rank that died, if one did: then what others report is only that it has left them."""
+    handles = [process.sentinel for process in processes]
+    for handle in connection.wait(handles, _SECONDS_TO_DIE):
+        rank = handles.index(int(handle))  # type: ignore[arg-type] # what was passed in comes out
+        processes[rank].join()
+        return WorldError(f"rank {rank} died with exit status {processes[rank].exitcode}", rank)
+    return None
 
 
 def _receive(rank: int, pipe: connection.Connection, process: ForkServerProcess) -> Any:

@@ -1,0 +1,102 @@
+"""Compares two records: how far apart they are, and where they part first.
+
+By what the difference is judged:
+
+- both float64: the fixed bound, which holds for 3 steps at lr <= 1e-2 and for 20 at lr <= 1e-3
+- lower precision with a third record, the same training in float64: the first may be twice as far
+  from that one as the second is (see `verdict`; one seed is all that is known here)
+- lower precision without it: the fixed bound, scaled by the rounding of the dtype. That is a guess,
+  which AdamW breaks where true gradients are zero; in bfloat16 it is no bound at all.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from dtensor_llm.parity.difference import Difference, Size
+from dtensor_llm.parity.record import Record
+from dtensor_llm.parity.report import Report
+from dtensor_llm.parity.run import Tensors, check_parameters
+from dtensor_llm.parity.verdict import (
+    BOUND,
+    OF_NORM,
+    Comparison,
+    Expectation,
+    compare_runs,
+    judge,
+    largest_errors,
+)
+
+
+def compare_records(
+    record: Record, other: Record, *, reference: Record | None = None, bound: float | None = None
+) -> Report:
+    """The report of `record`, held to `other`; over the steps that both have.
+
+    Args:
+        record: the one in question.
+        other: what is expected; with a `reference`, the yardstick: one device in the same dtype.
+        reference: the same training in float64.
+        bound: of the relative error of each quantity, in place of the one above.
+
+    Raises:
+        Incomparable: they do not have the same parameters.
+    """
+    target = other if reference is None else reference
+    steps = min(len(one.steps) for one in (record, other, target))
+    run, yardstick, expected = (Cut(one, steps) for one in (record, other, target))
+    compared = compare_runs(run, expected)
+    if reference is None:
+        compared = with_norms(compared, run, expected)
+        return judge(compared, Expectation(expected, bound=bound or bound_of(record, other)))
+    largest = largest_errors(compare_runs(yardstick, expected))
+    return judge(compared, Expectation(expected, yardstick=yardstick, largest=largest))
+
+
+def bound_of(record: Record, other: Record) -> float:
+    """The fixed bound of float64, scaled to the coarser dtype of the two."""
+    dtypes = [dtype for dtype in (record.dtype, other.dtype) if dtype is not None]
+    coarsest = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    return BOUND * max(1.0, coarsest / torch.finfo(torch.float64).eps)
+
+
+class Cut:
+    """The first steps of a record; a `Run`."""
+
+    def __init__(self, record: Record, steps: int) -> None:
+        self.record = record
+        self.losses = record.losses[:steps]
+        self.gradient_norms = record.gradient_norms[:steps]
+        self.norms_at = {i: norms for i, norms in record.norms_at.items() if i < steps}
+        self.steps = steps
+
+    @property
+    def tensors_at(self) -> Mapping[int, Tensors]:
+        return self.record.tensors_until(self.steps)
+
+
+def with_norms(compared: Comparison, run: Cut, expected: Cut) -> Comparison:
+    """Norms take the place of tensors at steps of which one of the two has recorded none."""
+    differences = {step: dict(found) for step, found in compared.differences.items()}
+    sizes = {step: dict(found) for step, found in compared.sizes.items()}
+    for step in sorted(run.norms_at.keys() & expected.norms_at.keys() - differences.keys()):
+        for quantity, whole in expected.norms_at[step].items():
+            own = run.norms_at[step].get(quantity)
+            if own is None:
+                continue
+            check_parameters(step, quantity, own, whole)
+            name_of_row = quantity + OF_NORM
+            differences.setdefault(step, {})[name_of_row] = {
+                name: norm_difference(own[name], norm) for name, norm in whole.items()
+            }
+            sizes.setdefault(step, {})[name_of_row] = {
+                name: Size(norm, norm**2, ()) for name, norm in whole.items()
+            }
+    return replace(compared, differences=differences, sizes=sizes)
+
+
+def norm_difference(own: float, expected: float) -> Difference:
+    apart = abs(own - expected)
+    return Difference(apart if math.isfinite(apart) else math.inf, apart**2, 0, own, expected)

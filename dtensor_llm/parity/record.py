@@ -1,0 +1,194 @@
+"""Records of runs on disk: what `--record DIR` writes and `scripts/compare_runs.py` reads.
+
+A folder with
+
+    record.jsonl       first a line about the run: {"format": "training record", "version": 1,
+                       "dtype": "float64", ...}, then a line a step, from step 1 on:
+                       {"step": 1, "loss": ..., "gradient_norm": ..., "learning_rate": ...,
+                        "norms": {quantity: {parameter: 2-norm}}, "tensors": "step-000001.pt"}
+    step-000001.pt     torch.save of {quantity: {parameter: whole tensor}}, for some of the steps
+
+Quantities are gradient (of the global batch, before clipping), weight, exp_avg, exp_avg_sq and
+momentum (after the step). Only step and loss must be there; what both of two records have is
+compared. Parameters go by one name on every mesh; those of another trainer must agree with what
+they are compared to. `RecordWriter` writes the format for any training loop.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor_llm.parity.run import Tensors
+
+FORMAT = {"format": "training record", "version": 1}
+LINES = "record.jsonl"
+
+
+class RecordError(ValueError):
+    """A record cannot be written or read, or two of them cannot be compared."""
+
+
+class RecordWriter:
+    """Writes a record step by step; what is written stays valid when the run ends early."""
+
+    def __init__(self, folder: str | Path, **about: Any) -> None:
+        """Start a record in `folder`, which is made if need be.
+
+        Raises:
+            RecordError: it already holds one.
+        """
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / LINES).exists():
+            raise RecordError(f"{folder} already holds a record; take another folder")
+        self.steps = 0
+        self._write({**FORMAT, **about})
+
+    def step(self, *, loss: float, tensors: Tensors | None = None, **values: Any) -> None:
+        """Add the next step: its loss, `gradient_norm`, `learning_rate` or whatever else is known.
+
+        `tensors` are {quantity: {parameter: whole tensor}}; without them, `norms` may be given.
+        """
+        self.steps += 1
+        line: dict[str, Any] = {"step": self.steps, "loss": loss, **values}
+        if tensors:
+            line.setdefault("norms", norms_of(tensors))
+            line["tensors"] = f"step-{self.steps:06d}.pt"
+            whole = {
+                q: {n: x.detach().cpu() for n, x in named.items()} for q, named in tensors.items()
+            }
+            unfinished = self.folder / f"{line['tensors']}.part"
+            torch.save(whole, unfinished)
+            unfinished.rename(self.folder / line["tensors"])
+        self._write(line)
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        with (self.folder / LINES).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def norms_of(tensors: Tensors) -> dict[str, dict[str, float]]:
+    return {
+        quantity: {name: torch.linalg.vector_norm(x.double()).item() for name, x in named.items()}
+        for quantity, named in tensors.items()
+    }
+
+
+def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.detach().cpu() for name, x in tensors.items()}
+
+
+class Record:
+    """A record that was read; it is a `Run`, whose tensors are read when they are asked for."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Read the lines of a record.
+
+        Raises:
+            RecordError: there is none, or it is not of this format.
+        """
+        self.folder = Path(folder)
+        self.about, *self.steps = self._lines()
+        if {key: self.about.get(key) for key in FORMAT} != FORMAT:
+            raise RecordError(f"{self._path}: the first line is not that of a record: {FORMAT}")
+        for number, line in enumerate(self.steps, start=1):
+            if line.get("step") != number or not isinstance(line.get("loss"), float | int):
+                raise RecordError(
+                    f"{self._path}, line {number + 1}: not step {number} with its loss; a record "
+                    "has every step from 1 on"
+                )
+        if not self.steps:
+            raise RecordError(f"{self._path} has no step")
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / LINES
+
+    def _lines(self) -> list[dict[str, Any]]:
+        try:
+            texts = self._path.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise RecordError(f"{self._path} cannot be read: {error.strerror}") from None
+        lines = []
+        for number, text in enumerate(texts, start=1):
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                if number == len(texts) > 1:
+                    break  # the run was cut short while it wrote
+                raise RecordError(f"{self._path}, line {number}: not a JSON object") from None
+        if not lines or not all(isinstance(line, dict) for line in lines):
+            raise RecordError(f"{self._path}: not lines of JSON objects")
+        return lines
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.steps]
+
+    @property
+    def gradient_norms(self) -> list[float]:
+        """Empty where a step lacks it."""
+        norms = [line["gradient_norm"] for line in self.steps if "gradient_norm" in line]
+        return norms if len(norms) == len(self.steps) else []
+
+    @property
+    def norms_at(self) -> dict[int, dict[str, dict[str, float]]]:
+        """{step, from 0: {quantity: {parameter: 2-norm}}}"""
+        return {i: line["norms"] for i, line in enumerate(self.steps) if line.get("norms")}
+
+    @property
+    def tensors_at(self) -> Mapping[int, Tensors]:
+        return self.tensors_until(len(self.steps))
+
+    def tensors_until(self, end: int) -> Mapping[int, Tensors]:
+        """Those of the first steps."""
+        lines = enumerate(self.steps[:end])
+        return _Files(self.folder, {i: line["tensors"] for i, line in lines if line.get("tensors")})
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the weights; what the first line says, or else the tensors."""
+        named = getattr(torch, str(self.about.get("dtype")), None)
+        if isinstance(named, torch.dtype):
+            return named
+        for tensors in self.tensors_at.values():
+            for parameters in tensors.values():
+                return next(iter(parameters.values())).dtype
+        return None
+
+
+class _Files(Mapping[int, Tensors]):
+    """{step: tensors}, each read from its file when asked for, the last one kept."""
+
+    def __init__(self, folder: Path, files: Mapping[int, str]) -> None:
+        self.folder, self.files = folder, files
+        self.last: tuple[int, Tensors] | None = None
+
+    def __getitem__(self, step: int) -> Tensors:
+        if self.last is None or self.last[0] != step:
+            path = self.folder / self.files[step]
+            try:
+                tensors = torch.load(path, map_location="cpu", weights_only=True)
+            except (OSError, RuntimeError, ValueError, EOFError) as error:
+                raise RecordError(f"{path} cannot be read: {error}") from None
+            if not _is_tensors(tensors):
+                raise RecordError(f"{path} does not hold {{quantity: {{parameter: tensor}}}}")
+            self.last = step, tensors
+        return self.last[1]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(named, dict) and all(isinstance(x, Tensor) for x in named.values())
+        for named in value.values()
+    )

@@ -1,0 +1,25 @@
+"""Classic bugs, planted in the real code for as long as a `with` block lasts.
+
+A bound proves something only if a wrong program breaks it. Each fault here is a mistake that people
+have made; the tests show that the parity check sees it, and that it names what was broken. One file
+for each kind: what goes forward, what goes backward, what is summed over ranks, the optimizer,
+random numbers, data.
+"""
+
+from parity_tests.faults import backward, data, forward, optimizer, randomness, reduction
+from parity_tests.faults.fault import FAULTS, KINDS, Check, Fault
+
+FAULTS.sort(key=lambda fault: KINDS.index(fault.kind))  # the order of imports is that of names
+
+__all__ = [
+    "FAULTS",
+    "KINDS",
+    "Check",
+    "Fault",
+    "backward",
+    "data",
+    "forward",
+    "optimizer",
+    "randomness",
+    "reduction",
+]

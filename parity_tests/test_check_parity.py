@@ -1,0 +1,174 @@
+"""scripts/check_parity.py and scripts/compare_runs.py from command line to exit status."""
+
+import runpy
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from dtensor_llm.mesh import parse_mesh
+from dtensor_llm.parity.meshes import Checked, factorings, summary, table
+from dtensor_llm.parity.report import Report, Row
+from dtensor_llm.worlds import processes
+from parity_tests.faults import FAULTS
+from parity_tests.harness import ROOT, run_script
+
+SMALL = "--layers 2 --width 32 --seq-len 8 --data README.md"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run of a script left."""
+
+    returncode: int | str | None
+    stdout: str
+    stderr: str
+
+
+Script = Callable[[str, str], Finished]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Script:
+    """Runs a script in this process, from the repository's root."""
+
+    def leave(code: int = 0) -> NoReturn:
+        raise SystemExit(code)
+
+    def run(name: str, line: str) -> Finished:
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(processes, "leave", leave)
+        monkeypatch.setattr(sys, "path", sys.path.copy())
+        monkeypatch.setattr(sys, "argv", [name, *shlex.split(line)])
+        try:
+            code = runpy.run_path(str(ROOT / "scripts" / name))["main"]()
+        except SystemExit as left:
+            code = left.code
+        return Finished(code, *capsys.readouterr())
+
+    return run
+
+
+def test_every_factoring_is_a_row(script: Script) -> None:
+    done = script("check_parity.py", f"--ranks 4 {SMALL} --layers 4 --heads 2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {line.split()[0]: line for line in done.stdout.splitlines()[3:9]}
+    assert list(rows) == ["4x1x1", "2x2x1", "2x1x2", "1x4x1", "1x2x2", "1x1x4"]
+    assert "refused" in rows.pop("4x1x1")
+    assert all(" ok " in row for row in rows.values())
+    assert "4x1x1 is refused: 1 problem" in done.stdout
+    assert "tp=4 must divide --heads" in done.stdout
+    assert done.stdout.endswith("5 of 5 meshes are equal to one device\n")
+
+
+def test_factorings() -> None:
+    assert len(factorings(8)) == 10
+    assert set(map(str, factorings(4))) == {"4x1x1", "2x2x1", "2x1x2", "1x4x1", "1x2x2", "1x1x4"}
+    assert all(mesh.num_ranks == 12 for mesh in factorings(12))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lower_precision_is_measured_by_one_device(script: Script, dtype: str) -> None:
+    line = f"--mesh 2x1x2 {SMALL} --dtype {dtype} --global-batch-size 16"
+    done = script("check_parity.py", line)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "as multiples of one device's; 2 is the bound" in done.stdout
+    numbers = [float(cell) for cell in done.stdout.splitlines()[3].split()[1:6]]
+    assert all(0 < number <= 2 for number in numbers), done.stdout
+
+
+def test_planted_bug_is_found_and_named(script: Script) -> None:
+    fault = next(fault for fault in FAULTS if fault.name == "norm_gradients_not_reduced")
+    with fault.plant():
+        done = script("check_parity.py", f"--mesh 2x1x1 {SMALL}")
+    assert done.returncode == 1
+    assert "FAIL" in done.stdout
+    assert "2x1x1 differs:" in done.stdout
+    assert "norm.weight" in done.stdout
+    assert "0 of 1 meshes are equal to one device" in done.stdout
+
+
+def test_processes_are_started_for_it() -> None:
+    flags = shlex.split(f"--mesh 2x1x1 --world processes {SMALL} --steps 2")
+    done = run_script(sys.executable, "scripts/check_parity.py", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 1 meshes are equal to one device" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--ranks 0", "--ranks 0: must be a whole number from 1 to 1024"),
+        ("--ranks two", "invalid int value: 'two'"),
+        ("--mesh 2x2", "--mesh 2x2: not TPxPPxDP"),
+        ("--mesh 3x1x1", "tp=3 must divide --heads"),
+        ("--ranks 2 --layer 3", "--layer is not a flag; did you mean --layers?"),
+        ("--ranks 2 --lr fast", "--lr fast: must be a finite number"),
+    ],
+)
+def test_bad_input_ends_with_one_message(script: Script, line: str, message: str) -> None:
+    done = script("check_parity.py", f"{line} --data README.md")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not done.stdout
+
+
+def test_world_that_fails_is_a_failed_mesh() -> None:
+    results = [Checked("2x1x1", problem="rank 1 failed:\n...")]
+    assert "FAIL" in table(results)
+    assert "2x1x1 differs:\nrank 1 failed:" in summary(results)
+
+
+def test_table_shows_the_worst_of_each_kind() -> None:
+    rows = [
+        Row("loss", "step 1", 1e-16, 1e-12, 0),
+        Row("gradient norm", "step 1", 2e-16, 1e-12, 0),
+        Row("gradient", "a", 3e-13, 1e-12, 0),
+        Row("weight", "a", 4e-14, 1e-12, 0),
+        Row("exp_avg", "a", 5e-14, 1e-12, 0),
+        Row("exp_avg_sq", "a", 2e-12, 1e-12, 0),
+    ]
+    good, bad = Report(tuple(rows[:-1])), Report(tuple(rows))
+    mesh = str(parse_mesh("2x2x2", None))
+    lines = table([Checked(mesh, good), Checked(mesh, bad)]).splitlines()
+    cells = ["2x2x2", "1.0e-16", "2.0e-16", "3.0e-13", "4.0e-14"]
+    assert lines[3].split() == [*cells, "5.0e-14", "ok", "0.0", "s"]
+    assert lines[4].split() == [*cells, "2.0e-12", "FAIL", "0.0", "s"]
+
+
+# compare_runs.py
+
+
+TRAIN = f"{SMALL} --global-batch-size 8 --dtype float64 --lr 1e-3 --record-every 1 --warmup-steps 0"
+
+
+def test_recorded_runs_of_two_meshes_compare_clean(script: Script, tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    for mesh, folder in (("2x2x2", a), ("1x1x1", b)):
+        done = script("train_gpt.py", f"--mesh {mesh} {TRAIN} --steps 4 --record {folder}")
+        assert done.returncode == 0, done.stderr
+    done = script("compare_runs.py", f"{a} {b}")
+    assert done.returncode == 0, done.stdout
+    assert f"A: {a}: 4 steps, tensors of 4; mesh 2x2x2; dtype float64" in done.stdout
+    assert done.stdout.rstrip().endswith(": equal")
+    again = script("train_gpt.py", f"--mesh 1x1x1 {TRAIN} --steps 4 --record {a}")
+    assert again.returncode == 2
+    assert f"--record {a} already holds a record; another folder would do" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nowhere nowhere", "record.jsonl cannot be read: No such file"),
+        ("a b --bound -1", "--bound -1.0: must be a finite number above 0"),
+        ("a b --bound 1 --reference c", "the reference sets the bounds; leave one out"),
+    ],
+)
+def test_bad_comparison_ends_with_one_message(script: Script, line: str, message: str) -> None:
+    done = script("compare_runs.py", line)
+    assert done.returncode == 2
+    assert message in done.stderr

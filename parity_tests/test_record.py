@@ -1,0 +1,255 @@
+"""Records: what is written is read, what two of them have is compared, and bad ones are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtensor_llm.parity.compare import bound_of, compare_records
+from dtensor_llm.parity.record import LINES, Record, RecordError, RecordWriter
+from dtensor_llm.parity.recording import Recording
+from dtensor_llm.parity.run import Incomparable
+from dtensor_llm.parity.verdict import BOUND
+from dtensor_llm.train import Trainer, watched_step
+from dtensor_llm.worlds import World, processes, threads
+from parity_tests.harness import LLAMA, SECONDS, batches_for, reference_for, small_config
+
+Tensors = dict[str, dict[str, Tensor]]
+
+
+def vector(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def tensors(gradient: float = 1.0, weight: float = 2.0) -> Tensors:
+    return {"gradient": {"a": vector(gradient, 3.0)}, "weight": {"a": vector(weight, 4.0)}}
+
+
+def write(folder: Path, *steps: dict[str, Any], **about: Any) -> Record:
+    record = RecordWriter(folder, **({"dtype": "float64"} | about))
+    for step in steps:
+        record.step(**step)
+    return Record(folder)
+
+
+def step(loss: float = 2.0, *, norm: float = 1.0, **given: Any) -> dict[str, Any]:
+    return {"loss": loss, "gradient_norm": norm, **given}
+
+
+# Writing and reading
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    record = write(tmp_path / "a", step(2.5, tensors=tensors()), step(2.25, norm=0.5), mesh="2x1x1")
+    assert (record.about["mesh"], record.dtype) == ("2x1x1", torch.float64)
+    assert (record.losses, record.gradient_norms) == ([2.5, 2.25], [1.0, 0.5])
+    assert list(record.tensors_at) == [0]
+    assert record.tensors_at[0]["weight"]["a"].equal(vector(2.0, 4.0))
+    assert record.norms_at[0]["gradient"] == {"a": pytest.approx(10**0.5)}
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [LINES, "step-000001.pt"]
+
+
+def test_record_is_never_written_over(tmp_path: Path) -> None:
+    write(tmp_path, step())
+    before = (tmp_path / LINES).read_bytes()
+    with pytest.raises(RecordError, match="already holds a record; take another folder"):
+        RecordWriter(tmp_path)
+    assert (tmp_path / LINES).read_bytes() == before
+
+
+def test_run_that_was_cut_short_while_it_wrote_is_read_to_there(tmp_path: Path) -> None:
+    write(tmp_path, step(2.0), step(1.0))
+    path = tmp_path / LINES
+    path.write_text(path.read_text()[:-10])
+    assert Record(tmp_path).losses == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        ([""], "line 1: not a JSON object"),
+        (['{"step": 1, "loss": 2.0}'], "the first line is not that of a record"),
+        (["HEAD"], "has no step"),
+        (["HEAD", "{", '{"step": 2, "loss": 2.0}'], "line 2: not a JSON object"),
+        (["HEAD", "[1]", "[2]"], "not lines of JSON objects"),
+        (["HEAD", '{"step": 2, "loss": 2.0}'], "line 2: not step 1 with its loss"),
+        (["HEAD", '{"step": 1}'], "line 2: not step 1 with its loss"),
+    ],
+)
+def test_what_is_no_record_is_refused(
+    tmp_path: Path, lines: list[str] | None, message: str
+) -> None:
+    head = json.dumps({"format": "training record", "version": 1})
+    if lines is not None:
+        text = "\n".join(head if line == "HEAD" else line for line in lines)
+        (tmp_path / LINES).write_text(text + "\n")
+    with pytest.raises(RecordError, match=message):
+        Record(tmp_path)
+
+
+def test_tensor_file_that_is_missing_or_cut_or_something_else_is_named(tmp_path: Path) -> None:
+    write(tmp_path, step(tensors=tensors()))
+    path = tmp_path / "step-000001.pt"
+    torch.save([1, 2], path)
+    with pytest.raises(RecordError, match=r"step-000001\.pt does not hold"):
+        Record(tmp_path).tensors_at[0]
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(RecordError, match=r"step-000001\.pt cannot be read"):
+        Record(tmp_path).tensors_at[0]
+    path.unlink()
+    with pytest.raises(RecordError, match=r"step-000001\.pt cannot be read"):
+        Record(tmp_path).tensors_at[0]
+
+
+# Comparing
+
+
+def test_first_difference_is_named_by_step_quantity_tensor_and_index(tmp_path: Path) -> None:
+    same = step(tensors=tensors())
+    a = write(tmp_path / "a", same, step(tensors=tensors(weight=2.0 + 1e-6)), step(1.5))
+    b = write(tmp_path / "b", same, step(tensors=tensors()), step(1.4), step(1.3))
+    report = compare_records(a, b)
+    assert not report.passed
+    assert [(r.quantity, r.passed) for r in report.rows] == [
+        ("loss", False),
+        ("gradient norm", True),
+        ("gradient", True),
+        ("weight", False),
+    ]
+    first = report.first
+    assert first is not None
+    assert (first.quantity, first.worst, first.step, first.index) == ("weight", "a", 1, (0,))
+    assert (first.value, first.expected) == (2.0 + 1e-6, 2.0)
+    assert compare_records(b, b).passed
+
+
+def test_norms_tell_where_tensors_are_not_recorded(tmp_path: Path) -> None:
+    norms = {"weight": {"a": 5.0, "b": 1.0}}
+    wrong = {"weight": {"a": 5.0, "b": 1.0 + 1e-6}}
+    a = write(tmp_path / "a", step(norms=norms), step(norms=wrong), step(1.5))
+    b = write(tmp_path / "b", step(norms=norms), step(norms=norms), step(1.0))
+    first = compare_records(a, b).first
+    assert first is not None
+    assert (first.quantity, first.worst, first.step) == ("weight (2-norm)", "b", 1)
+    assert first.error == pytest.approx(1e-6 / 5.0), "on the scale of the largest weight"
+
+
+def test_loss_alone_can_be_compared(tmp_path: Path) -> None:
+    a, b = (write(tmp_path / name, {"loss": 2.0}, {"loss": 1.0}) for name in "ab")
+    report = compare_records(a, b)
+    assert [row.quantity for row in report.rows] == ["loss"]
+    assert report.passed
+
+
+def test_other_parameters_are_refused(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", step(tensors={"weight": {"a": vector(1.0), "c": vector(1.0)}}))
+    b = write(tmp_path / "b", step(tensors={"weight": {"a": vector(1.0), "b": vector(1.0)}}))
+    both = "only in the first: c; only in the second: b"
+    with pytest.raises(Incomparable, match=f"step 1, weight: .*{both}"):
+        compare_records(a, b)
+    c = write(tmp_path / "c", step(tensors={"weight": {"a": vector(1.0, 1.0), "b": vector(1.0)}}))
+    with pytest.raises(Incomparable, match=r"weight of a: shape \(2,\) in the first, \(1,\)"):
+        compare_records(c, b)
+
+
+def test_bound_follows_the_coarser_dtype(tmp_path: Path) -> None:
+    double = write(tmp_path / "a", step())
+    single = write(tmp_path / "b", step(), dtype="float32")
+    assert bound_of(double, double) == BOUND
+    scale = torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
+    assert bound_of(double, single) == bound_of(single, double) == BOUND * scale
+    a, b = (write(tmp_path / n, step(2.0 + d)) for n, d in (("c", 0.0), ("d", 1e-3)))
+    assert not compare_records(a, b).passed
+    assert compare_records(a, b, bound=1e-3).passed
+
+
+def test_reference_lets_a_run_be_twice_as_far_off_as_one_device(tmp_path: Path) -> None:
+    def run(name: str, off: float, dtype: str = "float32") -> Record:
+        made = step(2.0 + off, norm=1.0 + off, tensors=tensors(1.0 + off, 2.0 + off))
+        return write(tmp_path / name, made, dtype=dtype)
+
+    reference, one_device = run("reference", 0.0, "float64"), run("one", 1e-6)
+    assert compare_records(run("near", -1.9e-6), one_device, reference=reference).passed
+    far = compare_records(run("far", 2.1e-6), one_device, reference=reference)
+    assert [row.quantity for row in far.rows if not row.passed] == [
+        row.quantity for row in far.rows
+    ]
+
+
+# Recording a trainer
+
+
+def record_in(world: World, folder: str, mesh: str, every: int, options: dict[str, Any]) -> None:
+    """One rank's part of recording a training."""
+    config = small_config(mesh, **options)
+    trainer, batches = Trainer(config, world), batches_for(config)
+    recording = Recording(trainer, folder, every)
+    for number in range(config.train.steps):
+        watched_step(trainer, number, batches.batch(number, trainer.samples), [recording])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("1x1x1", {}),
+        ("2x2x2", {"dropout": 0.1}),
+        ("2x1x2", LLAMA | {"optimizer": "sgd", "zero": 0}),
+        ("tp=2,dp_replicate=2,dp_shard=2", {"vocab_size": 61}),
+        ("1x1x8", {"optimizer": "sgd", "momentum": 0.0, "width": 8, "ffn_width": 5}),
+    ],
+)
+def test_record_of_a_mesh_equals_the_reference(
+    tmp_path: Path, mesh: str, options: dict[str, Any]
+) -> None:
+    """Whole tensors, from parts that no two ranks count; every quantity of every step."""
+    config = small_config(mesh, **options)
+    folder = str(tmp_path / "run")
+    size = config.parallel.mesh.num_ranks
+    threads.run(size, lambda world: record_in(world, folder, mesh, 1, options), timeout=SECONDS)
+    record, reference = Record(folder), reference_for(config)
+    assert list(record.tensors_at) == [0, 1, 2]
+    for number, made in reference.tensors_at.items():
+        own = record.tensors_at[number]
+        assert own.keys() == made.keys() == record.norms_at[number].keys()
+        for quantity, whole in made.items():
+            assert own[quantity].keys() == whole.keys()
+            for name, x in whole.items():
+                torch.testing.assert_close(own[quantity][name], x, rtol=1e-9, atol=1e-12, msg=name)
+                norm = record.norms_at[number][quantity][name]
+                assert norm == pytest.approx(x.norm().item(), rel=1e-9, abs=1e-12)
+    assert record.losses == pytest.approx(reference.losses, rel=1e-12)
+
+
+def record_two_ranks(world: World, folder: str) -> None:
+    record_in(world, folder, "2x1x1", 2, {})
+
+
+def test_record_of_processes_equals_that_of_threads(tmp_path: Path) -> None:
+    first, second = str(tmp_path / "threads"), str(tmp_path / "processes")
+    threads.run(2, lambda world: record_two_ranks(world, first), timeout=SECONDS)
+    processes.spawn(2, Spawned(second), timeout=SECONDS)
+    assert list(Record(first).tensors_at) == [0, 1, 2], "the first, the second and the last"
+    assert compare_records(Record(first), Record(second)).passed
+
+
+class Spawned:
+    """What each process does; it is pickled."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __call__(self, world: World) -> None:
+        record_two_ranks(world, self.folder)
+
+
+def test_tensors_of_every_nth_step_and_of_the_last(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    options = {"steps": 6}
+    threads.run(1, lambda world: record_in(world, folder, "1x1x1", 4, options), timeout=SECONDS)
+    record = Record(folder)
+    assert list(record.tensors_at) == [0, 3, 5]
+    assert list(record.norms_at) == list(range(6))

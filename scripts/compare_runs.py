@@ -1,0 +1,61 @@
+"""Compare two records of training: python scripts/compare_runs.py A B.
+
+A record is what `train_gpt.py --record DIR` writes, or any trainer that writes the same format
+(see dtensor_llm/parity/record.py). Meshes, worlds, dtypes, machines and library versions may
+differ; parameters must go by the same names. Exit status 1 where A differs from B by more than the
+bound: the first differing step and tensor are named.
+"""
+
+import argparse
+import math
+
+from dtensor_llm.parity.compare import compare_records
+from dtensor_llm.parity.record import Record, RecordError
+from dtensor_llm.parity.run import Incomparable
+from dtensor_llm.worlds import processes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("record", metavar="A", help="the record in question")
+    parser.add_argument("other", metavar="B", help="the record it is held to")
+    parser.add_argument(
+        "--reference",
+        metavar="R",
+        help="the same training in float64: in lower precision, A may be twice as far from it as B",
+    )
+    parser.add_argument(
+        "--bound",
+        type=float,
+        help="of relative errors (default: 1e-12 in float64, in lower types scaled by rounding)",
+    )
+    asked = parser.parse_args()
+    if asked.bound is not None and not 0 < asked.bound < math.inf:
+        parser.error(f"--bound {asked.bound}: must be a finite number above 0")
+    if asked.bound is not None and asked.reference is not None:
+        parser.error("--bound and --reference: the reference sets the bounds; leave one out")
+    try:
+        a, b = Record(asked.record), Record(asked.other)
+        reference = None if asked.reference is None else Record(asked.reference)
+        report = compare_records(a, b, reference=reference, bound=asked.bound)
+    except (RecordError, Incomparable) as error:
+        processes.refuse(str(error))
+    for name, one in (("A", a), ("B", b)):
+        print(f"{name}: {describe(one)}")
+    print(report)
+    return 0 if report.passed else 1
+
+
+def describe(record: Record) -> str:
+    """`runs/a: 20 steps, tensors of 3; mesh 2x2x2, float64`."""
+    tensors = len(record.tensors_at)
+    about = [
+        f"{key} {record.about[key]}" for key in ("mesh", "dtype", "torch") if key in record.about
+    ]
+    return "; ".join([f"{record.folder}: {len(record.steps)} steps, tensors of {tensors}", *about])
+
+
+if __name__ == "__main__":
+    processes.leave(main())

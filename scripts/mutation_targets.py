@@ -1,0 +1,38 @@
+"""What mutate.py changes, which tests must notice, and what no test can notice.
+
+The tests of a file are those that touch it, in a fixed order: its own first, cheap ones first,
+since the first failure ends a run. A file's list is chosen for all of its mutants, never for one.
+Tests that start processes are left out: they take as long as the others together, for the same
+code.
+"""
+
+FOLDER = "parity_tests"
+STARTS_PROCESSES = "not torchrun and not processes"  # for pytest's -k
+
+DATA, TENSOR = "test_data_parallel", "test_tensor_parallel"
+SEQUENCE, PIPELINE, ZERO = "test_sequence_parallel", "test_pipeline_parallel", "test_zero"
+OPTIMIZER, TRAIN, MODEL, RNG = "test_optimizer", "test_train", "test_model", "test_rng"
+
+STEP = (TRAIN, DATA, TENSOR, SEQUENCE, PIPELINE, ZERO)
+TENSORS = (TENSOR, SEQUENCE, MODEL, PIPELINE, ZERO)
+SUMS = (TENSOR, DATA, SEQUENCE, ZERO, OPTIMIZER)
+
+TESTS: dict[str, tuple[str, ...]] = {
+    "loss.py": (TENSOR, DATA, TRAIN, PIPELINE),
+    "optimizer.py": (OPTIMIZER, TRAIN, ZERO),
+    "rng.py": (RNG, MODEL),
+    "collectives.py": SUMS,
+    "parallelize.py": STEP,
+    "plan.py": TENSORS,
+    "initialize.py": (MODEL, TENSOR),
+    "train.py": STEP,
+    "parallel/__init__.py": TENSORS,
+    "parallel/data_parallel.py": SUMS,
+    "parallel/pipeline_parallel.py": (PIPELINE, SEQUENCE, TRAIN),
+    "parallel/sequence_parallel.py": TENSORS,
+    "parallel/tensor_parallel.py": TENSORS,
+    "parallel/zero.py": SUMS,
+}
+
+# id of a mutant: why it changes nothing that a test could see.
+EQUIVALENT: dict[str, str] = {}
