@@ -1,7 +1,15 @@
 """Options of the fuzz, and one thread a process: the runner starts a process for each core."""
 
+import runpy
+import shlex
+import sys
+from typing import NoReturn
+
 import pytest
 import torch
+
+from dtensor_llm.worlds import processes
+from parity_tests.harness import ROOT, Finished, Script
 
 torch.set_num_threads(1)
 
@@ -33,3 +41,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     config.hook.pytest_deselected(items=[item for item in items if not is_draw(item)])
     items[:] = filter(is_draw, items)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Script:
+    """Runs a script of scripts/ in this process, in the repository's root."""
+
+    def leave(code: int = 0) -> NoReturn:
+        raise SystemExit(code)
+
+    def run(name: str, line: str) -> Finished:
+        path = str(ROOT / "scripts" / name)
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(processes, "leave", leave)
+        monkeypatch.setattr(sys, "path", sys.path.copy())
+        monkeypatch.setattr(sys, "argv", [path, *shlex.split(line)])
+        try:
+            code = runpy.run_path(path)["main"]()
+        except SystemExit as left:
+            code = left.code
+        return Finished(code, *capsys.readouterr())
+
+    return run

@@ -167,6 +167,19 @@ def torchrun(num_processes: int, *command: str) -> subprocess.CompletedProcess[s
     return run_script(*processes.torchrun(num_processes), *command)
 
 
+@dataclass(frozen=True)
+class Finished:
+    """What a run of a script left."""
+
+    returncode: int | str | None
+    stdout: str
+    stderr: str
+
+
+Script = Callable[[str, str], Finished]
+"""The fixture `script` of conftest.py: (name in scripts/, its command line) -> what it left."""
+
+
 def run_script(*command: str) -> subprocess.CompletedProcess[str]:
     """Run a command in the repository's root."""
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS * 2)

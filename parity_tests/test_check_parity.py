@@ -1,56 +1,18 @@
 """scripts/check_parity.py and scripts/compare_runs.py from command line to exit status."""
 
-import runpy
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
 from dtensor_llm.mesh import parse_mesh
 from dtensor_llm.parity.meshes import Checked, factorings, summary, table
 from dtensor_llm.parity.report import Report, Row
-from dtensor_llm.worlds import processes
 from parity_tests.faults import FAULTS
-from parity_tests.harness import ROOT, run_script
+from parity_tests.harness import Script, run_script
 
 SMALL = "--layers 2 --width 32 --seq-len 8 --data README.md"
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What a run of a script left."""
-
-    returncode: int | str | None
-    stdout: str
-    stderr: str
-
-
-Script = Callable[[str, str], Finished]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Script:
-    """Runs a script in this process, from the repository's root."""
-
-    def leave(code: int = 0) -> NoReturn:
-        raise SystemExit(code)
-
-    def run(name: str, line: str) -> Finished:
-        monkeypatch.chdir(ROOT)
-        monkeypatch.setattr(processes, "leave", leave)
-        monkeypatch.setattr(sys, "path", sys.path.copy())
-        monkeypatch.setattr(sys, "argv", [name, *shlex.split(line)])
-        try:
-            code = runpy.run_path(str(ROOT / "scripts" / name))["main"]()
-        except SystemExit as left:
-            code = left.code
-        return Finished(code, *capsys.readouterr())
-
-    return run
 
 
 def test_every_factoring_is_a_row(script: Script) -> None:

@@ -4,19 +4,15 @@ import json
 import random
 import re
 import resource
-import runpy
 import shlex
 import sys
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
-from dtensor_llm.worlds import processes
-from parity_tests.harness import ROOT, run_script, torchrun
+from parity_tests.harness import ROOT, Finished, Script, run_script, torchrun
 
 SCRIPT = str(ROOT / "scripts" / "train_gpt.py")
 STEPS = "--dtype float64 --lr 1e-3 --steps 5"
@@ -24,15 +20,6 @@ QUANTITIES = ["loss", "gradient norm", "gradient", "weight", "exp_avg", "exp_avg
 SMALL = "--layers 2 --width 32 --seq-len 8 --global-batch-size 8 --steps 3 --dtype float64"
 BOUND = 1e-12
 SECONDS_TO_REFUSE = 10.0
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What a run of the script left."""
-
-    returncode: int | str | None
-    stdout: str
-    stderr: str
 
 
 TrainGPT = Callable[[str], Finished]
@@ -53,25 +40,9 @@ def small(text: str, line: str) -> list[str]:
 
 
 @pytest.fixture
-def train_gpt(
-    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> TrainGPT:
+def train_gpt(text: str, script: Script) -> TrainGPT:
     """Runs the script in this process, on a small model and the text."""
-
-    def leave(code: int = 0) -> NoReturn:
-        raise SystemExit(code)
-
-    def run(line: str) -> Finished:
-        monkeypatch.setattr(processes, "leave", leave)
-        monkeypatch.setattr(sys, "path", sys.path.copy())
-        monkeypatch.setattr(sys, "argv", [SCRIPT, *small(text, line)])
-        try:
-            code = runpy.run_path(SCRIPT)["main"]()
-        except SystemExit as left:
-            code = left.code
-        return Finished(code, *capsys.readouterr())
-
-    return run
+    return lambda line: script("train_gpt.py", shlex.join(small(text, line)))
 
 
 def printed_steps(output: str) -> list[tuple[str, str]]:
