@@ -3,7 +3,13 @@
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dtensor_llm.model import GPT
+from dtensor_llm.parallel import data_parallel
+from dtensor_llm.parallel.data_parallel import replicate
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
 from parity_tests.harness import SECONDS, batches_for, parity, small_config, strategy_parity
@@ -69,3 +75,28 @@ def test_batch_without_a_valid_token_changes_nothing() -> None:
             assert shard.equal(before[name]), name
 
     threads.run(2, main, timeout=SECONDS)
+
+
+def test_blocks_get_their_memory_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is replicated, in a bucket of its own, as soon as it has memory; then what is left."""
+    with torch.device("meta"):
+        model = GPT(small_config(layers=2).model)
+    names = {id(module): name for name, module in model.named_modules()}
+    wrapped: list[tuple[str, list[str]]] = []
+
+    def record(module: nn.Module, *, mesh: DeviceMesh) -> nn.Module:
+        without_memory = [name for name, p in model.named_parameters() if p.is_meta]
+        wrapped.append((names[id(module)], without_memory))
+        return replicate(module, mesh=mesh)
+
+    def main(world: World) -> None:
+        mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp",))
+        data_parallel.apply(model, mesh, world.device)
+
+    monkeypatch.setattr(data_parallel, "replicate", record)
+    threads.run(1, main, timeout=SECONDS)
+    assert [name for name, _ in wrapped] == ["blocks.0", "blocks.1", ""]
+    for index, (_, without_memory) in enumerate(wrapped):
+        blocks = {name.split(".")[1] for name in without_memory if name.startswith("blocks.")}
+        assert blocks == {str(later) for later in range(index + 1, 2)}
+    assert wrapped[-1][1] == [], "the embeddings and the last norm got theirs at the end"

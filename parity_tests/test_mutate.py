@@ -13,7 +13,6 @@ from parity_tests.harness import ROOT
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import mutate
-import mutation_targets
 from mutate import (
     Project,
     Record,
@@ -23,7 +22,8 @@ from mutate import (
     sampled,
     wrong_equivalents,
 )
-from mutations import Mutant, mutants_of
+from mutation import targets
+from mutation.mutants import Mutant, mutants_of
 
 SECONDS = 60.0
 
@@ -122,11 +122,11 @@ def test_what_computes_nothing_is_left_alone() -> None:
 def test_every_strategy_is_mutated_and_every_list_is_of_files() -> None:
     folder = ROOT / "dtensor_llm"
     strategies = {str(path.relative_to(folder)) for path in folder.glob("parallel/*.py")}
-    assert strategies <= set(mutation_targets.TESTS)
-    for file, tests in mutation_targets.TESTS.items():
+    assert strategies <= set(targets.TESTS)
+    for file, tests in targets.TESTS.items():
         assert (folder / file).exists()
         for name in tests:
-            assert (ROOT / mutation_targets.FOLDER / f"{name}.py").exists(), name
+            assert (ROOT / targets.FOLDER / f"{name}.py").exists(), name
 
 
 def test_mutants_of_the_library_are_distinct_and_have_distinct_ids() -> None:

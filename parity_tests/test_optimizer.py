@@ -69,6 +69,8 @@ def test_learning_rate_with_other_settings() -> None:
     assert [learning_rate(at_once, step) for step in (0, 2)] == [1.0, 0.5]
     never_there = TrainConfig(steps=2, lr=1.0, warmup_steps=8)
     assert [learning_rate(never_there, step) for step in (0, 1)] == [0.125, 0.25]
+    just_there = TrainConfig(steps=3, lr=1.0, warmup_steps=3)
+    assert [learning_rate(just_there, step) for step in (1, 2, 3)] == [2 / 3, 1.0, 1.0]
     constant = TrainConfig(steps=9, lr=1.0, warmup_steps=0, min_lr_ratio=1.0)
     assert {learning_rate(constant, step) for step in range(9)} == {1.0}
 

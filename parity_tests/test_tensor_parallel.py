@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from dtensor_llm.collectives import move
 from dtensor_llm.data import IGNORED_LABEL
 from dtensor_llm.loss import summed_cross_entropy, vocabulary_parallel_cross_entropy
 from dtensor_llm.model import GPT
@@ -74,6 +75,24 @@ def test_local_modules_equal_torchs_own_styles() -> None:
     threads.run(2, main, timeout=SECONDS)
 
 
+def test_move_makes_a_new_tensor_and_knows_its_limits() -> None:
+    whole = torch.arange(8.0).reshape(2, 4)
+
+    def main(world: World) -> None:
+        group = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",)).get_group()
+        own = whole * (world.rank + 1)
+        before = own.clone()
+        assert move(own, group, Partial(), Replicate()).equal(3 * whole)
+        assert move(own, group, Partial(), Shard(1)).equal(3 * whole.chunk(2, 1)[world.rank])
+        assert move(own, group, Shard(0), Replicate()).equal(torch.cat([whole, 2 * whole]))
+        assert own.equal(before), "what was moved stays as it is"
+        for placements in ((Replicate(), Shard(0)), (Shard(0), Shard(1)), (Replicate(), Partial())):
+            with pytest.raises(AssertionError, match="not a move"):
+                move(own, group, *placements)
+
+    threads.run(2, main, timeout=SECONDS)
+
+
 @pytest.mark.parametrize("vocab_size", [16, 13])
 def test_cross_entropy_over_a_sharded_vocabulary(vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -97,6 +116,23 @@ def test_cross_entropy_over_a_sharded_vocabulary(vocab_size: int) -> None:
         torch.testing.assert_close(loss, expected.detach(), rtol=BOUND, atol=0)
     gradient = torch.cat([grad for _, grad in results], dim=-1)
     torch.testing.assert_close(gradient, leaf.grad, rtol=BOUND, atol=BOUND)
+
+
+@pytest.mark.parametrize("offset", [-1000.0, 1000.0])
+def test_cross_entropy_does_not_overflow(offset: float) -> None:
+    """Logits whose exponentials float64 cannot hold, on every rank: their maximum is subtracted."""
+    whole = offset + torch.linspace(-1.0, 1.0, 8, dtype=torch.float64).repeat(1, 3, 1)
+    labels = torch.tensor([[0, 5, 7]])
+    expected = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    def main(world: World) -> Tensor:
+        mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
+        start, length = own_part(8, mesh)
+        local = whole[..., start : start + length]
+        return vocabulary_parallel_cross_entropy(local, labels, start, mesh.get_group())
+
+    for loss in threads.run(4, main, timeout=SECONDS):
+        torch.testing.assert_close(loss, expected, rtol=BOUND, atol=0)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

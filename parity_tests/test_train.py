@@ -65,6 +65,24 @@ def test_evaluation_is_the_mean_over_all_tokens(
     assert loss == pytest.approx(total / count, rel=BOUND)
 
 
+def test_evaluation_of_one_token() -> None:
+    config = small_config()
+    batch = batches_for(config).batch(0)
+    labels = torch.full_like(batch.labels, data.IGNORED_LABEL)
+    labels[3, 2] = 7
+    one = data.Batch(batch.tokens, labels, batch.sample_ids)
+
+    def main(world: World) -> tuple[float, int]:
+        return Trainer(config, world).evaluate(iter([one]))
+
+    options = options_from(ModelOptions, dataclasses.asdict(config.model))
+    weights = initial_weights(options, config.train.seed, torch.float64)
+    model = dataclasses.asdict(config.model)
+    total, count = evaluate_reference(model, weights, [(one.tokens, labels)])
+    assert count == 1
+    assert on_every_rank(config, main) == [(pytest.approx(total, rel=BOUND), 1)]
+
+
 def test_nothing_to_evaluate_is_no_division_by_zero() -> None:
     config = small_config("1x1x2")
     results = on_every_rank(config, lambda world: Trainer(config, world).evaluate(iter([])))
@@ -77,12 +95,15 @@ class Seen(Watcher):
     def __init__(self) -> None:
         self.results: list[StepResult] = []
         self.evaluated: list[int] = []
+        self.num_tokens: set[int] = set()
 
     def on_step(self, result: StepResult) -> None:
         self.results.append(result)
 
-    def on_evaluation(self, steps_done: int, *_: float) -> None:
+    def on_evaluation(self, steps_done: int, loss: float, num_tokens: int) -> None:
+        assert loss > 0
         self.evaluated.append(steps_done)
+        self.num_tokens.add(num_tokens)
 
 
 @pytest.mark.parametrize("mesh", ["1x1x1", "1x2x2"])
@@ -97,6 +118,8 @@ def test_evaluation_does_not_change_training(mesh: str, corpus: data.Dataset) ->
             seen = Seen()
             train(trainer, corpus, [seen])
             assert seen.evaluated == ([0, 1, 2, 3] if config.train.eval_every else [])
+            assert seen.num_tokens <= {10 * config.model.seq_len}
+            assert [result.step for result in seen.results] == [0, 1, 2]
             return seen.results, {
                 n: shard.detach() for n, shard in trainer.optimizer.shards.items()
             }
@@ -124,7 +147,9 @@ def bad_number_in(
         def take_and_poison() -> None:
             take_gradients()
             if world.rank == rank:
-                shards[name].grad = torch.full_like(shards[name], value)
+                spoiled = torch.zeros_like(shards[name])
+                spoiled.view(-1)[-1] = value
+                shards[name].grad = spoiled
 
         trainer.optimizer.take_gradients = take_and_poison  # type: ignore[method-assign] # on purpose
         before = {n: shard.detach().clone() for n, shard in shards.items()}
@@ -175,3 +200,20 @@ def test_bad_weight_of_one_rank_stops_all() -> None:
     messages = on_every_rank(config, main)
     assert len(set(messages)) == 1
     assert messages[0].startswith("step 1: loss nan, gradient norm nan; not finite first on rank 0")
+
+
+@pytest.mark.parametrize("wrong", ["tokens", "labels"])
+def test_other_rows_than_this_ranks_are_refused(wrong: str) -> None:
+    config = small_config("1x1x2")
+
+    def main(world: World) -> str:
+        trainer = Trainer(config, world)
+        batch, whole = (batches_for(config).batch(0, rows) for rows in (trainer.samples, None))
+        given = {"tokens": batch.tokens, "labels": batch.labels, wrong: getattr(whole, wrong)}
+        with pytest.raises(ValueError, match="not this rank's part of the batch") as raised:
+            trainer.step(0, **given)
+        return str(raised.value)
+
+    first, second = on_every_rank(config, main)
+    assert first.endswith("take the rows 0 to 3 (trainer.samples)")
+    assert second.endswith("take the rows 4 to 7 (trainer.samples)")

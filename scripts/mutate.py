@@ -4,7 +4,7 @@
 
 A mutant that fails a test, does not import, crashes or outlasts its time is killed; the others have
 survived, and are printed as diffs: mend each by a test, or list it with its reason in EQUIVALENT of
-mutation_targets.py. The score, killed / all, is given with and without these; the exit status goes
+mutation/targets.py. The score, killed / all, is given with and without these; the exit status goes
 by the latter.
 
 Nothing in the working tree is changed: the run works on a copy taken at its start, and each mutant
@@ -30,9 +30,9 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import blake2s
 from pathlib import Path
 
-from mutation_server import Job, MutationError, Outcome, Server
-from mutation_targets import EQUIVALENT, FOLDER, TESTS
-from mutations import Mutant, mutants_of
+from mutation.mutants import Mutant, mutants_of
+from mutation.server import Job, MutationError, Outcome, Server
+from mutation.targets import EQUIVALENT, FOLDER, TESTS
 from tabulate import tabulate
 
 DEAD = ("killed", "timed out")

@@ -24,7 +24,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 import pytest
-from mutation_targets import STARTS_PROCESSES
+
+from mutation.targets import STARTS_PROCESSES
 
 MEMORY = 16 * 2**30  # bytes of addresses for one run: a mutant may ask for any size
 LONGEST = 600.0  # seconds for the unmutated tests

@@ -35,4 +35,19 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 
 # id of a mutant: why it changes nothing that a test could see.
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "train.py:Trainer.compute_gradients:drop-double:af5d64b3": "torch.stack promotes to float64",
+    "train.py:Trainer.sum_over_ranks:drop-float:5d8bd0e1": "a tensor times a bool is the same",
+    "train.py:Trainer.sum_over_ranks:>>>=:755fe1ef": "the sum over one rank is its own number",
+    "train.py:Trainer.own_sum_of_squares:+>-:bd473446": "adds 0 or NaN: the sign is lost in both",
+    "optimizer.py:make_optimizer:0>1:4367491b": "what has no gradient rests, of any size",
+    "optimizer.py:make_optimizer:True>False:f8eee3f5": "fused is a matter of speed",
+    "rng.py:module:18>19:555038f2": "how many numbers are drawn at once: speed and memory",
+    "rng.py:module:1>2:dad41518": "how many numbers are drawn at once: speed and memory",
+    "rng.py:normal://>*:a79e8598": "how many numbers are drawn at once: speed and memory",
+    "rng.py:_fields_of_runs:1>0:39d8fe2c": "draws a block more, which nobody reads",
+    "rng.py:_encipher:bound+1:a0047148": "prepares a key more, which no round takes",
+    "parallel/sequence_parallel.py:reduce_partial_gradients:any>all:2dd071e9": (
+        "what is still Partial here is placed on the tp axis alone"
+    ),
+}

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from difflib import unified_diff
 from hashlib import blake2s
 
-from mutation_rules import RULES, Edit, Text, called, negation
+from mutation.rules import RULES, Edit, Text, called, negation
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 NO_CODE = (ast.Import, ast.ImportFrom, ast.Raise, ast.Assert, ast.JoinedStr, ast.Global)
