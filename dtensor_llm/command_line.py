@@ -94,7 +94,7 @@ def parse_command_line(
     Raises:
         ConfigError: with everything that is wrong, in words.
     """
-    given, strangers = make_parser().parse_known_args(_join_values(argv))
+    given, strangers = make_parser().parse_known_args(join_values(argv))
     texts = _refuse_strangers(strangers)
     values: dict[str, Any] = {}
     wrong: set[str] = set()
@@ -132,7 +132,7 @@ def flags_of(config: Config) -> list[str]:
     return words
 
 
-def _join_values(argv: Sequence[str]) -> list[str]:
+def join_values(argv: Sequence[str]) -> list[str]:
     """The same arguments in words that argparse does not misread.
 
     `--lr -1e-3` becomes `--lr=-1e-3`: not two flags. `--lr` without a value becomes `--lr=`, and
@@ -159,7 +159,9 @@ def _refuse_strangers(words: list[str]) -> list[str]:
     texts = []
     for word in words:
         if word.startswith("-"):
-            close = get_close_matches(word.partition("=")[0], FLAGS, n=1, cutoff=0.7)
+            name = word.partition("=")[0]
+            longer = [flag for flag in FLAGS if flag.startswith(name)]
+            close = longer[:1] or get_close_matches(name, FLAGS, n=1, cutoff=0.7)
             texts.append(f"{word} is not a flag" + "".join(f"; did you mean {c}?" for c in close))
     return texts or [f"{word} is not the value of any flag" for word in words]
 

@@ -24,7 +24,7 @@ def test_every_factoring_is_a_row(script: Script) -> None:
     assert all(" ok " in row for row in rows.values())
     assert "4x1x1 is refused: 1 problem" in done.stdout
     assert "tp=4 must divide --heads" in done.stdout
-    assert done.stdout.endswith("5 of 5 meshes are equal to one device\n")
+    assert done.stdout.endswith("equal to one device: 5 of 5 meshes; 1 refused by the settings\n")
 
 
 def test_factorings() -> None:
@@ -51,14 +51,14 @@ def test_planted_bug_is_found_and_named(script: Script) -> None:
     assert "FAIL" in done.stdout
     assert "2x1x1 differs:" in done.stdout
     assert "norm.weight" in done.stdout
-    assert "0 of 1 meshes are equal to one device" in done.stdout
+    assert "equal to one device: 0 of 1 meshes" in done.stdout
 
 
 def test_processes_are_started_for_it() -> None:
     flags = shlex.split(f"--mesh 2x1x1 --world processes {SMALL} --steps 2")
     done = run_script(sys.executable, "scripts/check_parity.py", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 of 1 meshes are equal to one device" in done.stdout
+    assert "equal to one device: 1 of 1 meshes" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,9 @@ def test_processes_are_started_for_it() -> None:
         ("--mesh 2x2", "--mesh 2x2: not TPxPPxDP"),
         ("--mesh 3x1x1", "tp=3 must divide --heads"),
         ("--ranks 2 --layer 3", "--layer is not a flag; did you mean --layers?"),
+        ("--mesh 2x2x2 --ranks 4", "--mesh 2x2x2 has 8 ranks, and --ranks is 4; leave one"),
+        ("--mesh -1x1x1", "tp=-1 fills the ranks, and their number is not known here"),
+        ("--ranks 2 --record somewhere", "--record: train_gpt.py writes that, for one mesh"),
         ("--ranks 2 --lr fast", "--lr fast: must be a finite number"),
     ],
 )
@@ -125,7 +128,7 @@ def test_recorded_runs_of_two_meshes_compare_clean(script: Script, tmp_path: Pat
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("nowhere nowhere", "record.jsonl cannot be read: No such file"),
+        ("nowhere nowhere", "nowhere holds no record"),
         ("a b --bound -1", "--bound -1.0: must be a finite number above 0"),
         ("a b --bound 1 --reference c", "the reference sets the bounds; leave one out"),
     ],

@@ -486,7 +486,7 @@ BUGS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         },
         "update",
         "down.bias",
-        "loss and the gradients of this step are right",
+        "",
     ),
 }
 

@@ -157,6 +157,8 @@ def test_report_tells_what_differs() -> None:
         "gradient of final_norm.weight\n"
         "first difference: gradient, final_norm.weight [17] of step 1: 0.25, where 0.5 is right"
     )
+    near = Row("loss", "step 1", 1e-11, BOUND, 0, (), 5.0, 5.0 + 5e-11)
+    assert str(Report((near,), near)).endswith("step 1: 5, where 5.00000000005 is right")
     good = Report(rows[::2])
     assert good.passed
     assert str(good).endswith("largest error 1.00e-12 (weight): equal")

@@ -1,6 +1,7 @@
 """Records: what is written is read, what two of them have is compared, and bad ones are refused."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from dtensor_llm.worlds import World, processes, threads
 from parity_tests.harness import LLAMA, SECONDS, batches_for, reference_for, small_config
 
 Tensors = dict[str, dict[str, Tensor]]
+
+
+STEP = '{"step": 1, "loss": 2.0, '  # the beginning of a line
 
 
 def vector(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -70,7 +74,7 @@ def test_run_that_was_cut_short_while_it_wrote_is_read_to_there(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (None, "cannot be read: No such file"),
+        (None, "holds no record: there is no"),
         ([""], "line 1: not a JSON object"),
         (['{"step": 1, "loss": 2.0}'], "the first line is not that of a record"),
         (["HEAD"], "has no step"),
@@ -78,6 +82,13 @@ def test_run_that_was_cut_short_while_it_wrote_is_read_to_there(tmp_path: Path) 
         (["HEAD", "[1]", "[2]"], "not lines of JSON objects"),
         (["HEAD", '{"step": 2, "loss": 2.0}'], "line 2: not step 1 with its loss"),
         (["HEAD", '{"step": 1}'], "line 2: not step 1 with its loss"),
+        (["HEAD", '{"step": 1, "loss": true}'], "line 2: not step 1 with its loss"),
+        (["HEAD", STEP + '"gradient_norm": "x"}'], "line 2: gradient_norm 'x' is no number"),
+        (["HEAD", STEP + '"norms": 3}'], "line 2: norms are not {quantity: {parameter: number}}"),
+        (["HEAD", STEP + '"norms": {"weight": {"a": "x"}}}'], "line 2: norms are not {"),
+        (["HEAD", STEP + '"tensors": "../a.pt"}'], "line 2: tensors '../a.pt' is not the name of"),
+        (["HEAD", STEP + '"tensors": 3}'], "line 2: tensors 3 is not the name of a file"),
+        (["\udcff"], "is not text in UTF-8"),
     ],
 )
 def test_what_is_no_record_is_refused(
@@ -86,17 +97,22 @@ def test_what_is_no_record_is_refused(
     head = json.dumps({"format": "training record", "version": 1})
     if lines is not None:
         text = "\n".join(head if line == "HEAD" else line for line in lines)
-        (tmp_path / LINES).write_text(text + "\n")
-    with pytest.raises(RecordError, match=message):
+        (tmp_path / LINES).write_text(text + "\n", errors="surrogateescape")
+    with pytest.raises(RecordError, match=re.escape(message)):
         Record(tmp_path)
 
 
 def test_tensor_file_that_is_missing_or_cut_or_something_else_is_named(tmp_path: Path) -> None:
     write(tmp_path, step(tensors=tensors()))
     path = tmp_path / "step-000001.pt"
-    torch.save([1, 2], path)
-    with pytest.raises(RecordError, match=r"step-000001\.pt does not hold"):
+    for other in ([1, 2], {"weight": {"a": torch.tensor([1])}}, {"weight": {"a": 1.0}}):
+        torch.save(other, path)
+        with pytest.raises(RecordError, match=r"step-000001\.pt does not hold"):
+            Record(tmp_path).tensors_at[0]
+    path.write_text("not a file of torch")
+    with pytest.raises(RecordError, match=r"step-000001\.pt cannot be read"):
         Record(tmp_path).tensors_at[0]
+    torch.save(tensors(), path)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(RecordError, match=r"step-000001\.pt cannot be read"):
         Record(tmp_path).tensors_at[0]
@@ -165,6 +181,30 @@ def test_bound_follows_the_coarser_dtype(tmp_path: Path) -> None:
     a, b = (write(tmp_path / n, step(2.0 + d)) for n, d in (("c", 0.0), ("d", 1e-3)))
     assert not compare_records(a, b).passed
     assert compare_records(a, b, bound=1e-3).passed
+
+
+def test_below_float32_there_is_no_bound_without_a_reference(tmp_path: Path) -> None:
+    half, double = write(tmp_path / "a", step(), dtype="bfloat16"), write(tmp_path / "b", step())
+    with pytest.raises(Incomparable, match="no fixed bound tells rounding from a bug"):
+        compare_records(half, double)
+    assert compare_records(half, double, bound=1e-3).passed
+    assert compare_records(half, half, reference=double).passed
+
+
+def test_reference_is_in_float64_and_the_same_training(tmp_path: Path) -> None:
+    single = write(tmp_path / "a", step(), dtype="float32", train={"lr": 1e-3, "dtype": "float32"})
+    with pytest.raises(Incomparable, match=r"is in torch\.float32: a reference is in float64"):
+        compare_records(single, single, reference=single)
+    other = write(tmp_path / "b", step(), train={"lr": 2e-3, "dtype": "float64"})
+    with pytest.raises(Incomparable, match=r"is another training than .*: lr 0\.001 and 0\.002"):
+        compare_records(single, single, reference=other)
+
+
+def test_gradient_norms_are_compared_where_both_have_all(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", step(), {"loss": 2.0, "gradient_norm": None})
+    b = write(tmp_path / "b", step(), step())
+    assert a.gradient_norms == []
+    assert [row.quantity for row in compare_records(a, b).rows] == ["loss"]
 
 
 def test_reference_lets_a_run_be_twice_as_far_off_as_one_device(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from dtensor_llm.checks import Surroundings
 from dtensor_llm.checks.machine_rules import MAX_THREADS
+from dtensor_llm.command_line import join_values
 from dtensor_llm.config import Config, ConfigError, MeshSizes
 from dtensor_llm.data import Dataset
 from dtensor_llm.launch import read, surroundings
@@ -49,8 +50,7 @@ def main() -> int:
     asked, flags = own_arguments(sys.argv[1:])
     place = processes.read_place()
     try:
-        meshes = [parse_mesh(asked.mesh, asked.ranks or place.size)] if asked.mesh else None
-        meshes = meshes or factorings(asked.ranks or (8 if place.size == 1 else place.size))
+        meshes = meshes_asked_for(asked.mesh, asked.ranks, place.size)
     except ConfigError as error:
         processes.refuse(str(error))
     num_ranks, where = meshes[0].num_ranks, surroundings()
@@ -88,11 +88,24 @@ def own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         choices=("threads", "processes"),
         help="threads of this process (default), or processes, for which torchrun is started",
     )
-    asked, flags = parser.parse_known_args(argv)
+    asked, flags = parser.parse_known_args(join_values(argv))
+    if writes := {flag.partition("=")[0] for flag in flags} & {"--record", "--metrics"}:
+        parser.error(f"{' and '.join(sorted(writes))}: train_gpt.py writes that, for one mesh")
     gives_model = any(flag.partition("=")[0] == "--model" for flag in flags)
     if asked.ranks is not None and not 1 <= asked.ranks <= MAX_THREADS:
         parser.error(f"--ranks {asked.ranks}: must be a whole number from 1 to {MAX_THREADS}")
     return asked, [*([] if gives_model else MODEL), *TRAINING, *flags]
+
+
+def meshes_asked_for(mesh: str | None, num_ranks: int | None, started: int) -> list[MeshSizes]:
+    """Raises ConfigError for a mesh that cannot be read, or that has other ranks than asked for."""
+    if mesh is None:
+        return factorings(num_ranks or (8 if started == 1 else started))
+    sizes = parse_mesh(mesh, num_ranks or (None if started == 1 else started))
+    if num_ranks is not None and sizes.num_ranks != num_ranks:
+        text = f"--mesh {mesh} has {sizes.num_ranks} ranks, and --ranks is {num_ranks}"
+        raise ConfigError([f"{text}; leave one of them out"])
+    return [sizes]
 
 
 def make_case(mesh: MeshSizes, flags: Sequence[str], where: Surroundings) -> Case:
@@ -159,4 +172,4 @@ def progress(text: str) -> None:
 
 
 if __name__ == "__main__":
-    processes.leave(main())
+    processes.end(main)

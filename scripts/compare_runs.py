@@ -9,7 +9,7 @@ bound: the first differing step and tensor are named.
 import argparse
 import math
 
-from dtensor_llm.parity.compare import compare_records
+from dtensor_llm.parity.compare import compare_records, other_settings
 from dtensor_llm.parity.record import Record, RecordError
 from dtensor_llm.parity.run import Incomparable
 from dtensor_llm.worlds import processes
@@ -44,6 +44,8 @@ def main() -> int:
         processes.refuse(str(error))
     for name, one in (("A", a), ("B", b)):
         print(f"{name}: {describe(one)}")
+    if settings := other_settings(a, b):
+        print(f"other settings: {'; '.join(settings)}")
     print(report)
     return 0 if report.passed else 1
 
@@ -58,4 +60,4 @@ def describe(record: Record) -> str:
 
 
 if __name__ == "__main__":
-    processes.leave(main())
+    processes.end(main)

@@ -19,6 +19,7 @@ Exit status: 0 for a score of at least --threshold, 1 below it, 2 where the unmu
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import sys
@@ -213,15 +214,22 @@ def wrong_equivalents(
     return [f"{i}: no such mutant" for i in lost] + [f"{i}: is killed" for i in killed]
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return number
+
+
 def parse(arguments: Sequence[str] | None, files: Iterable[str]) -> argparse.Namespace:
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("--sample", type=int, metavar="N", help="a random N of all mutants (default: all)")
+    add("--sample", type=positive, metavar="N", help="a random N of all mutants (default: all)")
     add("--seed", type=int, default=0, help="of the sample (default: 0)")
     what = "files of the package, as loss.py (default: all that have tests)"
     add("--only", nargs="+", default=[], choices=list(files), metavar="FILE", help=what)
-    add("--workers", type=int, default=2, metavar="N", help="mutants at a time (default: 2)")
+    add("--workers", type=positive, default=2, metavar="N", help="mutants at a time (default: 2)")
     add("--results", type=Path, metavar="FILE", help="JSON lines: kept, and continued from")
     add("--threshold", type=float, default=0.9, help="lowest score for exit 0 (default: 0.9)")
     add("--list", action="store_true", help="print the mutants and leave")
@@ -261,4 +269,9 @@ def list_mutants(project: Project, mutants: list[Mutant]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no run is left behind
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    except BrokenPipeError:  # a reader has left
+        os._exit(141)

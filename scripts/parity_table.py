@@ -127,4 +127,4 @@ def progress(text: str) -> None:
 
 
 if __name__ == "__main__":
-    processes.leave(main())
+    processes.end(main)

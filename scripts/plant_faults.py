@@ -99,8 +99,9 @@ def parse(argv: Sequence[str], names: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     for name in (*arguments.only, *arguments.disable):
         if name not in names:
-            close = get_close_matches(name, names, n=1, cutoff=0.0)
-            parser.exit(2, f"no fault is called {name}; did you mean {close[0]}?\n")
+            close = get_close_matches(name, names, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ": run without --only to see all"
+            parser.exit(2, f"no fault is called {name}{hint}\n")
     return arguments
 
 

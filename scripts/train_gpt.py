@@ -60,4 +60,4 @@ def hold_to_reference(
 
 
 if __name__ == "__main__":
-    processes.leave(main())
+    processes.end(main)

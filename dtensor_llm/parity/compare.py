@@ -2,11 +2,12 @@
 
 By what the difference is judged:
 
-- both float64: the fixed bound, which holds for 3 steps at lr <= 1e-2 and for 20 at lr <= 1e-3
+- both float64: the fixed bound (see `verdict`; there is no control here)
+- float32 without a third record: that bound, scaled by the rounding of the dtype. It is a guess,
+  which AdamW breaks where true gradients are zero.
 - lower precision with a third record, the same training in float64: the first may be twice as far
-  from that one as the second is (see `verdict`; one seed is all that is known here)
-- lower precision without it: the fixed bound, scaled by the rounding of the dtype. That is a guess,
-  which AdamW breaks where true gradients are zero; in bfloat16 it is no bound at all.
+  from that one as the second is; one seed is all that is known here
+- below float32 the third record must be there: scaled to bfloat16, 1e-12 would allow anything.
 """
 
 import math
@@ -18,7 +19,7 @@ import torch
 from dtensor_llm.parity.difference import Difference, Size
 from dtensor_llm.parity.record import Record
 from dtensor_llm.parity.report import Report
-from dtensor_llm.parity.run import Tensors, check_parameters
+from dtensor_llm.parity.run import Incomparable, Tensors, check_parameters
 from dtensor_llm.parity.verdict import (
     BOUND,
     OF_NORM,
@@ -42,8 +43,11 @@ def compare_records(
         bound: of the relative error of each quantity, in place of the one above.
 
     Raises:
-        Incomparable: they do not have the same parameters.
+        Incomparable: they do not have the same parameters, or there is no bound for their dtype.
+        RecordError: a record cannot be read.
     """
+    if reference is not None:
+        check_reference(reference, other)
     target = other if reference is None else reference
     steps = min(len(one.steps) for one in (record, other, target))
     run, yardstick, expected = (Cut(one, steps) for one in (record, other, target))
@@ -55,10 +59,36 @@ def compare_records(
     return judge(compared, Expectation(expected, yardstick=yardstick, largest=largest))
 
 
+def check_reference(reference: Record, other: Record) -> None:
+    """Raises Incomparable where it is not in float64, or not the training that it is to judge."""
+    if reference.dtype != torch.float64:
+        raise Incomparable(f"{reference.folder} is in {reference.dtype}: a reference is in float64")
+    if texts := other_settings(other, reference):
+        raise Incomparable(
+            f"{reference.folder} is another training than {other.folder}: {'; '.join(texts)}"
+        )
+
+
+def other_settings(record: Record, other: Record) -> list[str]:
+    """What differs in the settings that both have recorded, but for dtype and accumulation."""
+    texts = []
+    for section in ("model", "train"):
+        pair = [one.about.get(section) for one in (record, other)]
+        own, expected = (x if isinstance(x, dict) else {} for x in pair)
+        names = [n for n in own if n in expected and n not in ("dtype", "micro_batch_size")]
+        texts += [f"{n} {own[n]} and {expected[n]}" for n in names if own[n] != expected[n]]
+    return texts
+
+
 def bound_of(record: Record, other: Record) -> float:
     """The fixed bound of float64, scaled to the coarser dtype of the two."""
     dtypes = [dtype for dtype in (record.dtype, other.dtype) if dtype is not None]
     coarsest = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    if coarsest > torch.finfo(torch.float32).eps:
+        raise Incomparable(
+            "in a dtype below float32 no fixed bound tells rounding from a bug: record the same "
+            "training in float64 and pass it as --reference, or say what may differ by --bound"
+        )
     return BOUND * max(1.0, coarsest / torch.finfo(torch.float64).eps)
 
 

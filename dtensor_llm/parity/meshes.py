@@ -145,6 +145,9 @@ def summary(results: Sequence[Checked]) -> str:
             lines.append(f"\n{result.mesh} differs:")
             lines += [str(part) for part in (result.report, result.problem, result.finding) if part]
     trained = [result for result in results if not result.refused]
-    passed = sum(result.passed for result in trained)
-    lines.append(f"{passed} of {len(trained)} meshes are equal to one device")
+    passed, refused = sum(result.passed for result in trained), len(results) - len(trained)
+    lines.append(
+        f"equal to one device: {passed} of {len(trained)} meshes"
+        + (f"; {refused} refused by the settings" if refused else "")
+    )
     return "\n".join(lines)

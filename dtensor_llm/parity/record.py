@@ -15,7 +15,7 @@ they are compared to. `RecordWriter` writes the format for any training loop.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,10 @@ class RecordWriter:
             RecordError: it already holds one.
         """
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecordError(f"{folder} cannot be written: {error.strerror}") from None
         if (self.folder / LINES).exists():
             raise RecordError(f"{folder} already holds a record; take another folder")
         self.steps = 0
@@ -96,11 +99,8 @@ class Record:
         if {key: self.about.get(key) for key in FORMAT} != FORMAT:
             raise RecordError(f"{self._path}: the first line is not that of a record: {FORMAT}")
         for number, line in enumerate(self.steps, start=1):
-            if line.get("step") != number or not isinstance(line.get("loss"), float | int):
-                raise RecordError(
-                    f"{self._path}, line {number + 1}: not step {number} with its loss; a record "
-                    "has every step from 1 on"
-                )
+            if problem := problem_of(line, number):
+                raise RecordError(f"{self._path}, line {number + 1}: {problem}")
         if not self.steps:
             raise RecordError(f"{self._path} has no step")
 
@@ -111,13 +111,17 @@ class Record:
     def _lines(self) -> list[dict[str, Any]]:
         try:
             texts = self._path.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            raise RecordError(f"{self.folder} holds no record: there is no {self._path}") from None
         except OSError as error:
             raise RecordError(f"{self._path} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise RecordError(f"{self._path} is not text in UTF-8") from None
         lines = []
         for number, text in enumerate(texts, start=1):
             try:
                 lines.append(json.loads(text))
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 if number == len(texts) > 1:
                     break  # the run was cut short while it wrote
                 raise RecordError(f"{self._path}, line {number}: not a JSON object") from None
@@ -132,8 +136,9 @@ class Record:
     @property
     def gradient_norms(self) -> list[float]:
         """Empty where a step lacks it."""
-        norms = [line["gradient_norm"] for line in self.steps if "gradient_norm" in line]
-        return norms if len(norms) == len(self.steps) else []
+        norms = [line.get("gradient_norm") for line in self.steps]
+        known = [norm for norm in norms if norm is not None]
+        return known if len(known) == len(norms) else []
 
     @property
     def norms_at(self) -> dict[int, dict[str, dict[str, float]]]:
@@ -173,10 +178,14 @@ class _Files(Mapping[int, Tensors]):
             path = self.folder / self.files[step]
             try:
                 tensors = torch.load(path, map_location="cpu", weights_only=True)
-            except (OSError, RuntimeError, ValueError, EOFError) as error:
-                raise RecordError(f"{path} cannot be read: {error}") from None
+            except Exception as error:  # whatever torch makes of a file that is none of its own
+                reason = str(error).partition("\n")[0]
+                raise RecordError(f"{path} cannot be read: {reason}") from None
             if not _is_tensors(tensors):
-                raise RecordError(f"{path} does not hold {{quantity: {{parameter: tensor}}}}")
+                raise RecordError(
+                    f"{path} does not hold {{quantity: {{parameter: tensor}}}}, tensors being of "
+                    "floating point numbers, and none of them sparse"
+                )
             self.last = step, tensors
         return self.last[1]
 
@@ -187,8 +196,34 @@ class _Files(Mapping[int, Tensors]):
         return len(self.files)
 
 
+def problem_of(line: Mapping[str, Any], number: int) -> str:
+    """What is wrong with the line of a step; empty where it is right."""
+    if line.get("step") != number or not is_number(line.get("loss")):
+        return f"not step {number} with its loss; a record has every step from 1 on"
+    if not (line.get("gradient_norm") is None or is_number(line["gradient_norm"])):
+        return f"gradient_norm {line['gradient_norm']!r} is no number"
+    norms = line.get("norms") or {}
+    if not _is_nested(norms, is_number):
+        return "norms are not {quantity: {parameter: number}}"
+    file = line.get("tensors")
+    if file is not None and (not isinstance(file, str) or Path(file).name != file):
+        return f"tensors {file!r} is not the name of a file in the record's folder"
+    return ""
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool)
+
+
 def _is_tensors(value: Any) -> bool:
+    def is_comparable(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.is_floating_point() and x.layout == torch.strided
+
+    return _is_nested(value, is_comparable)
+
+
+def _is_nested(value: Any, is_leaf: Callable[[Any], bool]) -> bool:
+    """Whether it is {text: {text: leaf}}."""
     return isinstance(value, dict) and all(
-        isinstance(named, dict) and all(isinstance(x, Tensor) for x in named.values())
-        for named in value.values()
+        isinstance(named, dict) and all(map(is_leaf, named.values())) for named in value.values()
     )

@@ -5,6 +5,12 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 
+def two_values(value: float | None, expected: float | None) -> str:
+    """`0.25, where 0.5 is right`, with as many digits as tell them apart."""
+    digits = next((n for n in (9, 12, 15) if f"{value:.{n}g}" != f"{expected:.{n}g}"), 17)
+    return f"{value:.{digits}g}, where {expected:.{digits}g} is right"
+
+
 @dataclass(frozen=True)
 class Row:
     """The worst error of one quantity.
@@ -89,5 +95,5 @@ class Report:
         if self.first is not None:
             lines.append(f"first difference: {self.first.quantity}, {self.first.place}")
             if self.first.value is not None:
-                lines[-1] += f": {self.first.value:.9g}, where {self.first.expected:.9g} is right"
+                lines[-1] += f": {two_values(self.first.value, self.first.expected)}"
         return "\n".join(lines)

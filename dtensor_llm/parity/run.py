@@ -13,7 +13,7 @@ QUANTITIES = ("gradient", "weight", "exp_avg", "exp_avg_sq", "momentum")
 
 
 class Incomparable(ValueError):
-    """Two runs do not have the same parameters."""
+    """Two runs cannot be compared: other parameters, or no bound that would judge them."""
 
 
 class Run(Protocol):

@@ -24,7 +24,7 @@ __all__ = ["leave", "refuse", "run", "spawn"]
 
 T = TypeVar("T")
 
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+INTERRUPTED, READER_LEFT = 130, 141  # exit status after Ctrl-C or a closed pipe, as shells have it
 
 _START = timedelta(minutes=10)
 _PATIENCE = timedelta(seconds=5)  # for the rank that speaks: torchrun ends all once one has left
@@ -107,6 +107,22 @@ def leave(code: int = 0) -> NoReturn:
         with contextlib.suppress(OSError):  # a reader may have left
             stream.flush()
     os._exit(code)
+
+
+def end(main: Callable[[], int]) -> NoReturn:
+    """Run a script's `main` and end this process with the status it returns.
+
+    Ctrl-C ends it with one line, and a reader of the output that has left without any.
+    """
+    try:
+        code = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = INTERRUPTED
+    except BrokenPipeError:
+        code = READER_LEFT
+    leave(code)
 
 
 def read_place() -> Place:

@@ -90,7 +90,10 @@ def multiple(evidence: Evidence) -> str:
         return "the sign is turned"
     if names:
         return f"{ratio:.6g} times what is right, throughout: {names}"
-    return f"{ratio:.6g} times what is right, throughout" if evidence.found.numel() > 1 else ""
+    if evidence.found.numel() < 2:
+        return ""
+    digits = 6 if abs(ratio - 1.0) > 1e-4 else 15
+    return f"{ratio:.{digits}g} times what is right, throughout"
 
 
 def multiple_of(a: Tensor, b: Tensor) -> float | None:

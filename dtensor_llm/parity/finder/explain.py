@@ -169,6 +169,8 @@ def guess_scalar(search: Search, spot: Spot, value: float, expected: float) -> s
     factors = possible_factors(search, spot)
     if spot.phase == "gradient norm":
         return diagnose_norm(value, expected, squares(search), factors)
+    if spot.name == "learning rate":
+        return "each rank is to take that of the schedule"
     ratio = value / expected if expected else math.nan
     names = name_ratio(ratio, factors)
     text = f"{ratio:.6g} times what is right: {names}" if names else ""

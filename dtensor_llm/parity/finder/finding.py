@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from dtensor_llm.parity.report import two_values
+
 PHASES = ("data", "weight", "forward", "loss", "backward", "gradient", "gradient norm", "update")
 """Of a step, in their order: `weight` is what the model holds before it."""
 
@@ -96,7 +98,7 @@ class Finding:
     @property
     def numbers(self) -> str:
         index = f"at [{', '.join(map(str, self.index))}] " if self.index else ""
-        text = f"{index}{self.value:.9g}, where {self.expected:.9g} is right"
+        text = f"{index}{two_values(self.value, self.expected)}"
         if self.phase == "data":
             return text
         return (

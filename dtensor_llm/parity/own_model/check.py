@@ -1,6 +1,7 @@
 """Holds any model, however its author parallelizes it, to the same model on one device."""
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -152,13 +153,17 @@ def refuse_other_numbers(task: Task) -> None:
     different = [
         name for name, x in gradients[0].items() if not bits_equal(x, gradients[1].get(name))
     ]
+    if not math.isfinite(runs[0].losses[0]):
+        raise OwnModelError(
+            f"one device's loss is {runs[0].losses[0]}: give batches and weights that train"
+        )
     if runs[0].losses != runs[1].losses or different:
         names = f" and the gradients of {', '.join(different[:3])}" if different else ""
         raise OwnModelError(
             f"one device twice, the same step: loss {runs[0].losses[0]!r} and "
             f"{runs[1].losses[0]!r}{names} differ. The model or the loss draws random numbers (the "
-            "ranks share a generator), keeps a state between calls, or is not finite: make it a "
-            "function of its weights and its input"
+            "ranks share a generator) or keeps a state between calls: make it a function of its "
+            "weights and its input"
         )
 
 
@@ -191,7 +196,10 @@ def explain(
         if first is None:
             return of_row(report.largest, ROUNDING, ONLY_ROUNDING)
     assert first is not None, "the first of the rows that failed"
-    wrong = wrong_names(results, reference, first.step or 0, "gradient", bound)
+    step = first.step or 0
+    of_tensors = first.quantity in reference.tensors_at[step]
+    quantity = first.quantity if of_tensors else "gradient"
+    wrong = wrong_names(results, reference, step, quantity, bound)
     try:
         return find(exact, first, bound, wrong)
     except OwnModelError as error:  # from reading outputs that the check itself does not need

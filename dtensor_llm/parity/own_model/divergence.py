@@ -9,7 +9,7 @@ output is put right by a module around it, as a partial sum is, is passed over.
 import copy
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,18 +39,19 @@ class Apart:
     error: float
 
 
-def find(task: Task, first: Row, bound: float, wrong_gradients: Collection[str]) -> Finding:
+def find(task: Task, first: Row, bound: float, wrong: Collection[str]) -> Finding:
     """What is behind the first row that failed.
 
     Args:
         task: in float64.
         first: the row.
         bound: of outputs and gradients, by the formula of `difference`.
-        wrong_gradients: names of the parameters whose gradients are wrong in that step.
+        wrong: names of the tensors of the row's quantity that are wrong in that step; for a loss
+            or a norm, those of the parameters whose gradients are.
     """
     step = first.step or 0
     if first.quantity not in ("loss", "gradient", "gradient norm"):
-        return of_row(first, "update", "the loss and the gradients of this step are right")
+        return replace(of_row(first, "update", ""), num_names=max(1, len(wrong)))
     alone, ranks = record(task, step)
     if first.quantity == "loss":
         apart = compare_all(task, alone.outputs, [each.outputs for each in ranks], "output")
@@ -59,16 +60,25 @@ def find(task: Task, first: Row, bound: float, wrong_gradients: Collection[str])
         return of_row(first, "loss", why_loss(task, step))
     gradients = [each.gradients for each in ranks]
     apart = compare_all(task, alone.gradients, gradients, "output gradient")
-    for key in wrong_output_gradients(task, apart, bound, wrong_gradients):
+    for key in wrong_output_gradients(task, apart, bound, wrong):
         return of_output_gradient(task, step, apart, key, bound)
     weights = [each.weights for each in ranks]
     apart = compare_all(task, alone.weights, weights, "weight gradient")
-    wrong = [key for key, found in apart.items() if found.error > bound]
-    if not wrong:
-        return of_row(first, "gradient", "a gradient that only one side has, or the norm alone")
-    worst = max(wrong, key=lambda key: apart[key].error)
+    further = [key for key, found in apart.items() if found.error > bound]
+    if not further:
+        return of_row(first, "gradient", no_gradient(first))
+    worst = max(further, key=lambda key: apart[key].error)
     found = numbers(task, apart[worst], bound)
-    return Finding(step, "gradient", worst[0], worst[0], "gradient", num_names=len(wrong), **found)
+    return Finding(
+        step, "gradient", worst[0], worst[0], "gradient", num_names=len(further), **found
+    )
+
+
+def no_gradient(row: Row) -> str:
+    """What there is to say of a gradient where those that both sides have agree."""
+    if row.quantity != "gradient":
+        return "every gradient is right: look into how the norm is made of them"
+    return "only one side has a gradient there: see what sets requires_grad, or detaches"
 
 
 def compare_all(

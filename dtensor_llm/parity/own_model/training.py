@@ -55,6 +55,10 @@ def train(
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise OwnModelError(f"loss must return one number as a tensor, but gave {shape}")
+        if not value.requires_grad:
+            raise OwnModelError(
+                "loss gives a number that has no gradient: leave out detach() and no_grad()"
+            )
         at(f"the backward pass of step {step + 1}")
         value.backward()
         at(f"the comparison of gradients in step {step + 1}")
