@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, 
 from reference.training import train as train_reference
 
 MICROBATCHES = 8
-MODEL = ["--layers", "8", "--heads", "8", "--seq-len", "16"]
-TRAINING = ["--steps", "3", "--dtype", "float64", "--check-parity"]
+MODEL = ["--layers=8", "--heads=8", "--seq-len=16"]
+TRAINING = ["--steps=3", "--lr=1e-3", "--dtype=float64", "--eval-every=0", "--check-parity"]
 SECONDS = 600.0  # without any communication, before a world of threads counts as hung
 
 
