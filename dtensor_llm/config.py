@@ -23,7 +23,8 @@ class ConfigError(ValueError):
 class RefusedPair(Enum):
     """Every two features that are legal apart and refused together, and the reason.
 
-    The checks take the reason for their message from here: a refusal without a row is a bug.
+    The checks take the reason for their message from here: a refusal without a row is a bug, but
+    for --check-parity of a batch of one sequence, which is a limit of what can be measured.
     """
 
     HEADS = "--heads", "a --width they do not divide", "all heads are equally wide"
@@ -342,7 +343,7 @@ class Config:
 
     @property
     def needs_control(self) -> bool:
-        """Whether a parity check has to measure what rounding does, beyond the fixed bound.
+        """Whether a parity check is likely to need a control: see `parity.verdict`.
 
         AdamW multiplies rounding by lr / eps where a true gradient is zero, and large weights
         multiply it in every block.

@@ -1,14 +1,22 @@
 """scripts/check_parity.py and scripts/compare_runs.py from command line to exit status."""
 
+import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
+from dtensor_llm.config import Config
 from dtensor_llm.mesh import parse_mesh
+from dtensor_llm.model import Attention
+from dtensor_llm.parity import meshes
 from dtensor_llm.parity.meshes import Checked, factorings, summary, table
 from dtensor_llm.parity.report import Report, Row
+from dtensor_llm.train import StepResult, Trainer
 from parity_tests.faults import FAULTS
 from parity_tests.harness import Script, run_script
 
@@ -50,8 +58,57 @@ def test_planted_bug_is_found_and_named(script: Script) -> None:
     assert done.returncode == 1
     assert "FAIL" in done.stdout
     assert "2x1x1 differs:" in done.stdout
-    assert "norm.weight" in done.stdout
+    assert re.search(r"first divergence: step 1, gradient: gradient of \S+, rank", done.stdout)
+    assert "the reduction over tp is missing" in done.stdout
     assert "equal to one device: 0 of 1 meshes" in done.stdout
+
+
+def test_one_bad_mesh_of_many_is_a_failure(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its numbers differ or its world comes to no end."""
+    bad = Report((Row("loss", "step 1", 1.0, 1e-12, 0),))
+
+    def check_rank(config: Config, *_: Any) -> Checked:
+        mesh = str(config.parallel.mesh)
+        if mesh == "1x2x1" and crashes:
+            raise RuntimeError("a rank has fallen over")
+        return Checked(mesh, bad if mesh == "1x2x1" else Report(()))
+
+    monkeypatch.setattr(meshes, "check_rank", check_rank)
+    for crashes in (False, True):
+        done = script("check_parity.py", f"--ranks 2 {SMALL}")
+        assert done.returncode == 1
+        assert done.stdout.count("FAIL") == 1 + (not crashes)
+        assert done.stdout.endswith("equal to one device: 2 of 3 meshes\n")
+        assert ("a rank has fallen over" in done.stdout) == crashes
+
+
+def test_run_without_a_finite_number_is_located(script: Script) -> None:
+    def attend(_: Attention, q: Tensor, k: Tensor, v: Tensor, __: Tensor) -> Tensor:
+        return (q + k + v) * float("nan")
+
+    with patch.object(Attention, "attend", attend):
+        done = script("check_parity.py", f"--mesh 2x1x1 {SMALL}")
+    assert done.returncode == 1
+    assert "not finite first on" in done.stdout
+    assert (
+        "first divergence: step 1, forward pass: input of blocks.0.attention.output" in done.stdout
+    )
+
+
+def test_every_step_is_compared(script: Script) -> None:
+    """What goes wrong in the last update changes no loss, norm or gradient any more."""
+    update = Trainer.update
+
+    def wrong(self: Trainer, result: StepResult) -> None:
+        update(self, result)
+        if result.step == 2:
+            self.optimizer.shards["final_norm.weight"].data.mul_(1 + 1e-6)
+
+    with patch.object(Trainer, "update", wrong):
+        done = script("check_parity.py", f"--mesh 1x1x2 {SMALL}")
+    assert done.returncode == 1
+    assert "first difference: weight, final_norm.weight" in done.stdout
+    assert done.stdout.count("FAIL") == 2, "the mesh, and the weights"
 
 
 def test_processes_are_started_for_it() -> None:

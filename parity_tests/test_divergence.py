@@ -20,6 +20,7 @@ from dtensor_llm.parity.finder.explain import finding_of, module_around
 from dtensor_llm.parity.finder.finding import PHASES, ROUNDING
 from dtensor_llm.parity.finder.observe import INPUT, Observation, watch_reference
 from dtensor_llm.parity.finder.search import NOT_MODULES, Part, Search, Spot, place_of
+from dtensor_llm.train import StepResult, Trainer
 from dtensor_llm.worlds import World, threads
 from dtensor_llm.worlds.processes_spawn import spawn
 from parity_tests.faults import FAULTS
@@ -399,3 +400,19 @@ def test_finding_in_words() -> None:
     for phase in PHASES:
         text = str(dataclasses.replace(found, phase=phase, name=phase, coordinates={}))
         assert text.startswith(f"first divergence: step 1, {phase}")
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_the_rank_that_differs_is_named(rank: int) -> None:
+    """Whichever it is of four; the others do what is right."""
+    update = Trainer.update
+
+    def wrong(self: Trainer, result: StepResult) -> None:
+        update(self, result)
+        if self.world.rank == rank:
+            self.optimizer.shards["blocks.1.mlp.up.weight"].data.add_(1e-3)
+
+    with patch.object(Trainer, "update", wrong):
+        found = find(small_config("1x1x4", zero=0))
+    assert found is not None
+    assert (found.phase, found.name, found.rank) == ("update", "blocks.1.mlp.up.weight", rank)

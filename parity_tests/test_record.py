@@ -83,6 +83,7 @@ def test_run_that_was_cut_short_while_it_wrote_is_read_to_there(tmp_path: Path) 
         (["HEAD", '{"step": 2, "loss": 2.0}'], "line 2: not step 1 with its loss"),
         (["HEAD", '{"step": 1}'], "line 2: not step 1 with its loss"),
         (["HEAD", '{"step": 1, "loss": true}'], "line 2: not step 1 with its loss"),
+        (["HEAD", '{"step": 1, "loss": 1' + 400 * "0" + "}"], "line 2: not step 1 with its loss"),
         (["HEAD", STEP + '"gradient_norm": "x"}'], "line 2: gradient_norm 'x' is no number"),
         (["HEAD", STEP + '"norms": 3}'], "line 2: norms are not {quantity: {parameter: number}}"),
         (["HEAD", STEP + '"norms": {"weight": {"a": "x"}}}'], "line 2: norms are not {"),
@@ -105,7 +106,13 @@ def test_what_is_no_record_is_refused(
 def test_tensor_file_that_is_missing_or_cut_or_something_else_is_named(tmp_path: Path) -> None:
     write(tmp_path, step(tensors=tensors()))
     path = tmp_path / "step-000001.pt"
-    for other in ([1, 2], {"weight": {"a": torch.tensor([1])}}, {"weight": {"a": 1.0}}):
+    for other in (
+        [1, 2],
+        {"weight": {}},
+        {"weight": {"a": torch.empty(0)}},
+        {"weight": {"a": torch.tensor([1])}},
+        {"weight": {"a": 1.0}},
+    ):
         torch.save(other, path)
         with pytest.raises(RecordError, match=r"step-000001\.pt does not hold"):
             Record(tmp_path).tensors_at[0]
@@ -201,10 +208,38 @@ def test_reference_is_in_float64_and_the_same_training(tmp_path: Path) -> None:
 
 
 def test_gradient_norms_are_compared_where_both_have_all(tmp_path: Path) -> None:
-    a = write(tmp_path / "a", step(), {"loss": 2.0, "gradient_norm": None})
-    b = write(tmp_path / "b", step(), step())
-    assert a.gradient_norms == []
-    assert [row.quantity for row in compare_records(a, b).rows] == ["loss"]
+    a = write(tmp_path / "a", step(), {"loss": 2.0, "gradient_norm": None}, step(norm=3.0))
+    b = write(tmp_path / "b", step(), step(), step(norm=5.0))
+    first = compare_records(a, b).first
+    assert first is not None
+    assert (first.quantity, first.step, first.value, first.expected) == (
+        "gradient norm",
+        2,
+        3.0,
+        5.0,
+    )
+    c = write(tmp_path / "c", {"loss": 2.0}, {"loss": 2.0}, {"loss": 2.0})
+    assert [row.quantity for row in compare_records(c, b).rows] == ["loss"]
+
+
+def test_norms_are_compared_beside_the_tensors_of_other_quantities(tmp_path: Path) -> None:
+    weight = {"weight": {"a": vector(1.0)}}
+    a, b = (
+        write(tmp_path / name, step(tensors=weight, norms={"gradient": {"a": norm}}))
+        for name, norm in (("a", 1.0), ("b", 777.0))
+    )
+    assert [r.quantity for r in compare_records(a, b).rows if not r.passed] == ["gradient (2-norm)"]
+    bad = write(tmp_path / "c", step(tensors=weight, norms={"gradient": {"a": float("nan")}}))
+    assert not compare_records(bad, a).passed
+
+
+def test_yardstick_that_lacks_what_it_is_to_judge_is_refused(tmp_path: Path) -> None:
+    whole = write(tmp_path / "a", step(tensors=tensors()), dtype="float32")
+    reference = write(tmp_path / "b", step(tensors=tensors()))
+    bare = write(tmp_path / "c", {"loss": 2.0}, dtype="float32")
+    lacking = "has not recorded gradient norm, gradient of step 1, weight of step 1 to judge by"
+    with pytest.raises(Incomparable, match=lacking):
+        compare_records(whole, bare, reference=reference)
 
 
 def test_reference_lets_a_run_be_twice_as_far_off_as_one_device(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def main() -> int:
         processes.refuse(str(error))
     for name, one in (("A", a), ("B", b)):
         print(f"{name}: {describe(one)}")
+    if len(a.steps) != len(b.steps):
+        print(f"only the first {min(len(a.steps), len(b.steps))} steps are compared")
     if settings := other_settings(a, b):
         print(f"other settings: {'; '.join(settings)}")
     print(report)

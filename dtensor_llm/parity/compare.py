@@ -27,6 +27,7 @@ from dtensor_llm.parity.verdict import (
     Expectation,
     compare_runs,
     judge,
+    judged_step,
     largest_errors,
 )
 
@@ -51,11 +52,13 @@ def compare_records(
     target = other if reference is None else reference
     steps = min(len(one.steps) for one in (record, other, target))
     run, yardstick, expected = (Cut(one, steps) for one in (record, other, target))
-    compared = compare_runs(run, expected)
+    compared = with_gradient_norms(compare_runs(run, expected), run, expected)
     if reference is None:
         compared = with_norms(compared, run, expected)
         return judge(compared, Expectation(expected, bound=bound or bound_of(record, other)))
-    largest = largest_errors(compare_runs(yardstick, expected))
+    judging = with_gradient_norms(compare_runs(yardstick, expected), yardstick, expected)
+    check_yardstick(compared, judging, other)
+    largest = largest_errors(judging)
     return judge(compared, Expectation(expected, yardstick=yardstick, largest=largest))
 
 
@@ -67,6 +70,17 @@ def check_reference(reference: Record, other: Record) -> None:
         raise Incomparable(
             f"{reference.folder} is another training than {other.folder}: {'; '.join(texts)}"
         )
+
+
+def check_yardstick(compared: Comparison, judging: Comparison, other: Record) -> None:
+    """Raises Incomparable where the second record lacks what the first is to be judged by."""
+    lacking = [name for name in compared.scalars if name not in judging.scalars]
+    for quantity in compared.quantities:
+        step = judged_step(compared, quantity)
+        if quantity not in judging.quantities or judged_step(judging, quantity) != step:
+            lacking.append(f"{quantity} of step {step + 1}")
+    if lacking:
+        raise Incomparable(f"{other.folder} has not recorded {', '.join(lacking)} to judge by")
 
 
 def other_settings(record: Record, other: Record) -> list[str]:
@@ -98,7 +112,7 @@ class Cut:
     def __init__(self, record: Record, steps: int) -> None:
         self.record = record
         self.losses = record.losses[:steps]
-        self.gradient_norms = record.gradient_norms[:steps]
+        self.gradient_norms: list[float] = []  # see with_gradient_norms: some may be missing
         self.norms_at = {i: norms for i, norms in record.norms_at.items() if i < steps}
         self.steps = steps
 
@@ -107,14 +121,26 @@ class Cut:
         return self.record.tensors_until(self.steps)
 
 
+def with_gradient_norms(compared: Comparison, run: Cut, expected: Cut) -> Comparison:
+    """Where both have the norm of a step; no difference where one has not."""
+    pairs = [
+        (a, b) if a is not None and b is not None else None
+        for a, b in zip(run.record.gradient_norms, expected.record.gradient_norms, strict=False)
+    ][: run.steps]
+    if not any(pairs):
+        return compared
+    own, whole = zip(*(pair or (0.0, 0.0) for pair in pairs), strict=True)
+    return replace(compared, scalars={**compared.scalars, "gradient norm": (own, whole)})
+
+
 def with_norms(compared: Comparison, run: Cut, expected: Cut) -> Comparison:
-    """Norms take the place of tensors at steps of which one of the two has recorded none."""
+    """Norms take the place of tensors that one of the two has not recorded at a step."""
     differences = {step: dict(found) for step, found in compared.differences.items()}
     sizes = {step: dict(found) for step, found in compared.sizes.items()}
-    for step in sorted(run.norms_at.keys() & expected.norms_at.keys() - differences.keys()):
+    for step in sorted(run.norms_at.keys() & expected.norms_at.keys()):
         for quantity, whole in expected.norms_at[step].items():
             own = run.norms_at[step].get(quantity)
-            if own is None:
+            if own is None or quantity in differences.get(step, ()):
                 continue
             check_parameters(step, quantity, own, whole)
             name_of_row = quantity + OF_NORM

@@ -124,8 +124,8 @@ def _cells(result: Checked) -> list[str]:
     rows = [(row.quantity.removesuffix(OF_RMS), number(row)) for row in result.report.rows]
     cells = []
     for quantities in COLUMNS.values():
-        worst = max((error for quantity, error in rows if quantity in quantities), default=0.0)
-        cells.append(f"{worst:.2f}" if multiple else f"{worst:.1e}")
+        errors = [error for quantity, error in rows if quantity in quantities]
+        cells.append(f"{max(errors):{'.2f' if multiple else '.1e'}}" if errors else "")
     return cells
 
 

@@ -86,7 +86,7 @@ def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Record:
-    """A record that was read; it is a `Run`, whose tensors are read when they are asked for."""
+    """A record that was read; its tensors are read when they are asked for."""
 
     def __init__(self, folder: str | Path) -> None:
         """Read the lines of a record.
@@ -134,11 +134,9 @@ class Record:
         return [line["loss"] for line in self.steps]
 
     @property
-    def gradient_norms(self) -> list[float]:
-        """Empty where a step lacks it."""
-        norms = [line.get("gradient_norm") for line in self.steps]
-        known = [norm for norm in norms if norm is not None]
-        return known if len(known) == len(norms) else []
+    def gradient_norms(self) -> list[float | None]:
+        """Of each step; None where it was not recorded."""
+        return [line.get("gradient_norm") for line in self.steps]
 
     @property
     def norms_at(self) -> dict[int, dict[str, dict[str, float]]]:
@@ -212,18 +210,22 @@ def problem_of(line: Mapping[str, Any], number: int) -> str:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, float | int) and not isinstance(value, bool)
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        return False
+    return isinstance(value, float) or abs(value) < 2**1023
 
 
 def _is_tensors(value: Any) -> bool:
     def is_comparable(x: Any) -> bool:
-        return isinstance(x, Tensor) and x.is_floating_point() and x.layout == torch.strided
+        dense = isinstance(x, Tensor) and x.layout == torch.strided
+        return dense and x.is_floating_point() and x.numel() > 0
 
     return _is_nested(value, is_comparable)
 
 
 def _is_nested(value: Any, is_leaf: Callable[[Any], bool]) -> bool:
-    """Whether it is {text: {text: leaf}}."""
+    """Whether it is {text: {text: leaf}}, none of the inner ones empty."""
     return isinstance(value, dict) and all(
-        isinstance(named, dict) and all(map(is_leaf, named.values())) for named in value.values()
+        isinstance(named, dict) and named and all(map(is_leaf, named.values()))
+        for named in value.values()
     )
