@@ -188,6 +188,7 @@ def test_noise_is_not_explained(seed: int) -> None:
     }
     assert guess(other, **known) == ""
     assert guess(WHOLE * (1 + 1e-3 * other), **known) == ""
+    assert guess(2 * WHOLE * (1 + 1e-7 * other), **known) == ""
 
 
 def test_nothing_is_said_of_what_is_right_or_of_another_shape() -> None:
@@ -210,6 +211,7 @@ def test_constant_tensors_are_not_taken_for_moved_ones() -> None:
         (math.sqrt(30 + 9), "the embedding counts twice"),
         (math.sqrt(30 - 9), "the embedding is left out"),
         (1.234 * math.sqrt(30), ""),
+        (1.001 * math.sqrt(2 * 30), ""),
         (math.nan, ""),
     ],
 )

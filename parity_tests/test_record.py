@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dtensor_llm.data import IGNORED_LABEL, Batch
 from dtensor_llm.parity.compare import bound_of, compare_records
 from dtensor_llm.parity.record import LINES, Record, RecordError, RecordWriter
 from dtensor_llm.parity.recording import Recording
@@ -297,6 +298,10 @@ def test_record_of_a_mesh_equals_the_reference(
                 norm = record.norms_at[number][quantity][name]
                 assert norm == pytest.approx(x.norm().item(), rel=1e-9, abs=1e-12)
     assert record.losses == pytest.approx(reference.losses, rel=1e-12)
+    assert record.gradient_norms == pytest.approx(reference.gradient_norms, rel=1e-12)
+    rates = [line["learning_rate"] for line in record.steps]
+    assert rates == pytest.approx(reference.learning_rates, rel=1e-15)
+    assert [line["num_tokens"] for line in record.steps] == reference.tokens
 
 
 def record_two_ranks(world: World, folder: str) -> None:
@@ -328,3 +333,32 @@ def test_tensors_of_every_nth_step_and_of_the_last(tmp_path: Path) -> None:
     record = Record(folder)
     assert list(record.tensors_at) == [0, 3, 5]
     assert list(record.norms_at) == list(range(6))
+
+
+def test_optimizer_has_no_state_until_it_has_stepped(tmp_path: Path) -> None:
+    """The first step has no valid token."""
+    config, folder = small_config(), str(tmp_path / "run")
+
+    def main(world: World) -> None:
+        trainer, batches = Trainer(config, world), batches_for(config)
+        recording = Recording(trainer, folder, 1)
+        for number in range(config.train.steps):
+            batch = batches.batch(number)
+            if number == 0:
+                nothing = torch.full_like(batch.labels, IGNORED_LABEL)
+                batch = Batch(batch.tokens, nothing, batch.sample_ids)
+            watched_step(trainer, number, batch, [recording])
+
+    threads.run(1, main, timeout=SECONDS)
+    first, second, _ = Record(folder).tensors_at.values()
+    assert set(first) == {"gradient", "weight"}
+    assert set(second) == {"gradient", "weight", "exp_avg", "exp_avg_sq"}
+
+
+def test_dtype_is_that_of_the_tensors_where_the_first_line_does_not_say_it(tmp_path: Path) -> None:
+    weights = {"weight": {"a": vector(1.0, dtype=torch.bfloat16)}}
+    RecordWriter(tmp_path).step(loss=1.0, tensors=weights)
+    record = Record(tmp_path)
+    assert record.dtype == torch.bfloat16
+    with pytest.raises(Incomparable, match="below float32"):
+        compare_records(record, record)
