@@ -24,9 +24,16 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from dtensor_llm.parity.own_model import OwnModelError, OwnModelReport, check, check_parity
+from dtensor_llm.parity.expect import NUM_SEEDS
+from dtensor_llm.parity.own_model import (
+    OwnModelError,
+    OwnModelReport,
+    check,
+    check_parity,
+    verdict,
+)
 from dtensor_llm.parity.own_model.task import Task, make_task
-from dtensor_llm.parity.own_model.training import whole
+from dtensor_llm.parity.own_model.training import OneDevice, train_on_one_device, whole
 from dtensor_llm.worlds import World, threads
 from parity_tests.harness import ROOT, SECONDS
 
@@ -296,6 +303,7 @@ def test_right_parallelism_is_equal(case: str) -> None:
     tensors = {"initial weight", "gradient", "weight"}
     assert quantities == {"loss", "gradient norm"} | tensors | moments
     assert report.report.largest.error < 1e-12
+    assert all(row.bound <= 1e-11 for row in report.report.rows), report
 
 
 @pytest.mark.parametrize(
@@ -343,6 +351,11 @@ def test_weights_that_stay_tied() -> None:
     assert checked(Tied, tie, DP, inputs(3, words=11), loss=waves).passed
 
 
+def test_batches_of_integers_alone() -> None:
+    batches = [(words,) for words, _ in inputs(3, 2, words=11)]
+    assert checked(Recurrent, shard, DP, batches, loss=waves).passed
+
+
 def test_masks_of_infinity_agree() -> None:
     def build() -> nn.Module:
         model = Mlp()
@@ -369,8 +382,8 @@ def local_sum(model: nn.Module, mesh: DeviceMesh) -> None:
     divide(model, mesh, output_layouts=Partial())
 
 
-def one_replica_moved(model: nn.Module, mesh: DeviceMesh) -> None:
-    shift = 0.1 * (mesh.get_rank() == 1)
+def one_replica_moved(model: nn.Module, mesh: DeviceMesh, rank: int = 1) -> None:
+    shift = 0.1 * (mesh.get_rank() == rank)
     with torch.no_grad():
         model.get_parameter("norm.bias").add_(shift)
 
@@ -389,6 +402,22 @@ def optimizer_of_rate(parameters: Any) -> torch.optim.Optimizer:
     """With another learning rate on rank 1."""
     on_rank_1 = dist.is_initialized() and dist.get_rank() == 1
     return torch.optim.SGD(parameters, lr=5e-4 if on_rank_1 else 1e-3)
+
+
+def wrong_at(step: int, only: float = 3.0) -> Callable[..., torch.optim.Optimizer]:
+    """On every rank another learning rate for `down.bias`, the last parameter, in one step."""
+
+    class Late(torch.optim.SGD):
+        steps = 0
+
+        def step(self, *arguments: Any) -> None:
+            last = self.param_groups[-1]["params"][-1]
+            times = only if self.steps == step and dist.is_initialized() else 1.0
+            last.grad = times * last.grad
+            super().step(*arguments)
+            self.steps += 1
+
+    return lambda parameters: Late(parameters, lr=1e-3)
 
 
 def of_sequence(forgotten: str) -> dict[str, Any]:
@@ -616,6 +645,145 @@ def test_replica_that_differs_is_told_with_its_rank() -> None:
     assert worst["initial weight"] == worst["weight"] == "norm.bias (rank 1)"
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_any_replica_that_differs_is_found(rank: int) -> None:
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+        one_replica_moved(model, mesh, rank)
+
+    report = checked(Mlp, parallelize, {"tp": 4}, inputs(WIDTH, steps=1))
+    assert report.finding is not None
+    assert (report.finding.name, report.finding.rank) == ("norm.bias", rank)
+
+
+def test_gradient_that_is_off_by_1e_10_fails() -> None:
+    def parallelize(model: nn.Module, _: DeviceMesh) -> None:
+        model.get_parameter("down.bias").register_hook(lambda gradient: gradient * (1 + 1e-10))
+
+    report = checked(Mlp, parallelize, TP, inputs(WIDTH, steps=1))
+    (row,) = (row for row in report.report.rows if row.quantity == "gradient")
+    assert not row.passed
+    assert row.worst == "down.bias"
+    assert row.error == pytest.approx(1e-10, rel=1e-3)
+
+
+@pytest.mark.parametrize("step", range(3))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_update_that_is_wrong_in_one_step(step: int, dtype: torch.dtype) -> None:
+    """In the last one, loss and gradients are right in every step."""
+    batches = inputs(WIDTH, steps=3)
+    report = checked(Mlp, nothing, TP, batches, make_optimizer=wrong_at(step), dtype=dtype)
+    assert not report.passed
+    assert report.finding is not None
+    assert (report.finding.step, report.finding.phase) == (step, "update")
+    assert report.finding.name == "down.bias"
+    wrong = {row.quantity for row in report.report.rows if not row.passed}
+    if step == 2:
+        assert wrong - {"weight rms"} == {"weight"}
+
+
+@pytest.mark.parametrize(
+    ("value", "passed"), [(0.0, True), (1e-10, False), (float("nan"), False), (float("inf"), False)]
+)
+def test_buffer_that_differs_on_one_rank(value: float, passed: bool) -> None:
+    def build() -> nn.Module:
+        model = Mlp()
+        model.register_buffer("shift", torch.tensor([0.0, 1.0]))
+        return model
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+        if mesh.get_rank() == 1:
+            model.get_buffer("shift")[0] = value
+
+    report = checked(build, parallelize, TP, inputs(WIDTH, steps=1))
+    assert report.passed == passed, report
+    assert {row.quantity for row in report.report.rows if not row.passed} <= {"buffer shift"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("values", "worst"),
+    [
+        (([1.0, 2.0], [1.0, 2.0], [1.0, 2.0]), ""),
+        (([1.0, 2.0], [1.0, 2.0], [1.0, 2.0 + 1e-14]), ""),
+        (([1.0, 2.0], [1.0, 2.0], [1.0, 2.1]), "norm.own (one device has none, rank 2)"),
+        (([1.0], [1.0], None), "norm.own (one device has none, missing, rank 2)"),
+        ((None, [1.0], [1.0]), "norm.own (one device has none, missing, rank 0)"),
+        (([1.0], [1.0, 1.0], [1.0]), "norm.own (one device has none, of shape (2,), not (1,), ran"),
+    ],
+)
+def test_buffer_that_parallelize_registers_is_alike_on_all_ranks(
+    values: tuple[list[float] | None, ...], worst: str, dtype: torch.dtype
+) -> None:
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+        own = values[mesh.get_rank()]
+        if own is not None:
+            own = torch.tensor(own, dtype=torch.float64)
+            model.get_submodule("norm").register_buffer("own", own)
+
+    report = checked(Mlp, parallelize, {"tp": 3}, inputs(WIDTH, steps=1), dtype=dtype)
+    assert report.passed == (not worst), report
+    (row,) = (row for row in report.report.rows if row.quantity == "buffer own")
+    assert row.worst.startswith(worst or "norm.own (one device has none")
+    if worst:
+        assert report.finding is not None
+        assert report.finding.name == row.worst.partition(" ")[0]
+
+
+def test_buffer_of_the_ranks_is_compared_in_each_step() -> None:
+    """One that is divided over tp is put together before."""
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+        calls = torch.zeros(2)
+        model.register_buffer("calls", calls)
+        part = distribute_tensor(torch.arange(4.0), mesh["tp"], [Shard(0)], src_data_rank=None)
+        model.register_buffer("part", part)
+
+        def count(*_: Any) -> None:
+            calls[0] += 1
+            calls[1] = float(calls[0] == 2 and mesh.get_rank() == 1)
+
+        model.register_forward_hook(count)
+
+    report = checked(Mlp, parallelize, TP, inputs(WIDTH, steps=3))
+    (row,) = (row for row in report.report.rows if not row.passed)
+    assert (row.quantity, row.step) == ("buffer calls", 1)
+    assert report.finding is not None
+    assert (report.finding.step, report.finding.name) == (1, "calls")
+
+
+def test_buffer_of_a_kind_that_one_device_has_too() -> None:
+    """Both are named `mask`; the one that parallelize registers is compared among the ranks."""
+
+    def build() -> nn.Module:
+        model = Mlp()
+        model.register_buffer("mask", torch.ones(2))
+        return model
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+        own = torch.ones(2) * (1 + moved * mesh.get_rank())
+        model.get_submodule("norm").register_buffer("mask", own)
+
+    moved = 0.0
+    assert checked(build, parallelize, TP, inputs(WIDTH, steps=1)).passed
+    moved = 0.1
+    report = checked(build, parallelize, TP, inputs(WIDTH, steps=1))
+    (row,) = (row for row in report.report.rows if not row.passed)
+    assert (row.quantity, row.worst) == ("buffer mask", "norm.mask (one device has none, rank 1)")
+    assert row.error == pytest.approx(0.1)
+    assert (row.value, row.expected, row.index) == (pytest.approx(1.1), 1.0, (0,))
+
+
+def test_state_that_only_the_optimizer_of_a_rank_keeps() -> None:
+    def momentum_on_ranks(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 * dist.is_initialized())
+
+    batches = inputs(WIDTH, steps=1)
+    report = checked(Mlp, nothing, TP, batches, make_optimizer=momentum_on_ranks)
+    (row,) = (row for row in report.report.rows if not row.passed)
+    assert row.quantity == "momentum_buffer"
+    assert "a momentum_buffer, where one device has none" in row.worst
+
+
 def test_difference_of_a_later_step_is_looked_for_in_that_step() -> None:
     class Late(nn.Linear):
         """One rank makes a mistake when it is called for the second time."""
@@ -664,6 +832,35 @@ def test_untied_weights_are_told() -> None:
     assert "several after it" in str(report.finding)
 
 
+def test_weights_untied_on_a_later_rank_alone_are_told() -> None:
+    def untie(model: nn.Module, mesh: DeviceMesh) -> None:
+        if mesh.get_rank() == 1:
+            weight = model.get_parameter("embed.weight")
+            model.get_submodule("head").weight = nn.Parameter(weight * 1)
+
+    report = checked(Tied, untie, TP, inputs(3, words=11, steps=1), loss=waves)
+    assert "tied weights" in {row.quantity for row in report.report.rows}
+
+
+def test_gradient_where_one_device_has_none() -> None:
+    def build() -> nn.Module:
+        model = Mlp()
+        model.down.bias.requires_grad_(False)
+        return model
+
+    def unfreeze(model: nn.Module, _: DeviceMesh) -> None:
+        model.get_parameter("down.bias").requires_grad_(True)
+
+    optimizer = torch.optim.SGD
+    report = checked(build, unfreeze, TP, inputs(WIDTH, steps=1), make_optimizer=optimizer)
+    (row,) = (row for row in report.report.rows if row.quantity == "gradient")
+    assert row.worst == "down.bias (a gradient, where one device has none)"
+    assert row.error == float("inf")
+    assert row.value is None
+    assert report.finding is not None
+    assert "only one side has a gradient" in report.finding.diagnosis
+
+
 def test_gradient_on_one_side_only() -> None:
     def freeze(model: nn.Module, mesh: DeviceMesh) -> None:
         model.get_submodule("up").requires_grad_(mesh.get_rank() == 0)
@@ -698,6 +895,21 @@ def test_float32_is_judged_by_what_one_device_loses() -> None:
     bounds = {row.quantity: row.bound for row in report.report.rows}
     assert 1e-8 < bounds["loss"] < 1e-5
     assert 1e-8 < bounds["gradient rms"] < 1e-5
+
+
+def test_yardstick_is_of_16_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each from other weights, in the dtype of the check and in float64."""
+    weights: dict[torch.dtype, list[float]] = {torch.float32: [], torch.float64: []}
+
+    def train(task: Task, model: nn.Module | None = None) -> OneDevice:
+        weights[task.dtype].append((model or task.model).up.weight.double().sum().item())
+        return train_on_one_device(task, model)
+
+    monkeypatch.setattr(verdict, "train_on_one_device", train)
+    assert checked(Mlp, nothing, TP, inputs(WIDTH, steps=1), dtype=torch.float32).passed
+    assert NUM_SEEDS == 16
+    assert len(set(weights[torch.float32])) == len(weights[torch.float32]) == NUM_SEEDS
+    assert weights[torch.float64] == weights[torch.float32][1:]
 
 
 def test_mistake_in_float32_is_explained_in_float64() -> None:
@@ -833,17 +1045,27 @@ def test_ranks_that_wait_for_each_other() -> None:
         checked(Mlp, half, TP)
 
 
-def test_training_that_amplifies_rounding_is_refused() -> None:
-    """Sign-like updates of gradients that are zero but for rounding."""
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+@pytest.mark.parametrize("rate", [1e12, 4e9])
+def test_training_that_amplifies_rounding_is_refused(rate: float) -> None:
+    """A term whose gradient turns with the last bits of the weights; 4e9 gives 2e-5 as a bound."""
 
     def unstable(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return squares(model, batch) + torch.sin(1e12 * model[0].weight.sum()) * 1e-3
+        return squares(model, batch) + torch.sin(rate * model.up.weight.square().sum()) * 1e-3
 
     with pytest.raises(OwnModelError, match="this training amplifies rounding"):
-        checked(build, nothing, TP, loss=unstable)
+        checked(Mlp, nothing, TP, inputs(WIDTH, steps=1), loss=unstable)
+
+
+def test_random_gradient_of_a_loss_that_is_not_is_refused() -> None:
+    noise = torch.Generator().manual_seed(0)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        bias = model.get_parameter("up.bias")
+        nothing = (bias - bias.detach()).sum()
+        return squares(model, batch) + nothing * torch.rand((), generator=noise)
+
+    with pytest.raises(OwnModelError, match=r"twice, .* and the gradients of up\.bias differ"):
+        checked(Mlp, nothing, TP, loss=loss)
 
 
 # Parts of tensors

@@ -92,8 +92,9 @@ def check_parity(
 
     One step a batch. Compared before the first are the initial weights, and in each step the loss,
     the gradient norm, every gradient, weight, buffer and whatever the optimizer keeps; `verdict`
-    has the bounds. One device keeps all of it, and each rank has a copy of the model: use a small
-    one of the same architecture. Every rank is a thread of this process.
+    has the bounds. Buffers that `parallelize` adds are to be alike on all ranks. One device keeps
+    all of it, and each rank has a copy of the model: use a small one of the same architecture.
+    Every rank is a thread of this process.
 
     Args:
         build_model: gives the model with its initial weights; called once, in the calling thread.

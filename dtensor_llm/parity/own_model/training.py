@@ -2,7 +2,8 @@
 
 A DTensor is compared as its whole tensor, on every rank that holds a part; a plain tensor of the
 whole shape on every rank, so that replicas which differ are found; a smaller plain tensor as that
-part of the whole which `torch.chunk` over a mesh axis makes.
+part of the whole which `torch.chunk` over a mesh axis makes. A buffer that one device does not have
+is compared with that of the first rank that has it.
 """
 
 import copy
@@ -24,6 +25,7 @@ from dtensor_llm.worlds import World, WorldError, threads
 WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 INITIAL = "initial weight"  # after parallelize, before the first step
+OF_BUFFERS = "buffer "  # begins the names of their quantities
 
 Named = dict[str, dict[str, Tensor]]
 """{quantity: {name: tensor}}"""
@@ -130,6 +132,7 @@ class RankRun:
     reference: OneDevice
     losses: list[float] = field(default_factory=list)
     found: dict[int, dict[str, dict[str, Found]]] = field(default_factory=dict)
+    only_here: dict[int, Named] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         expected, own = self.reference.tensors_at[0][INITIAL], own_parameters(self.model)
@@ -142,11 +145,17 @@ class RankRun:
         self.found.setdefault(step, {})["gradient"] = self.compare("gradient", own, expected)
 
     def on_step(self, step: int) -> None:
-        own = own_state(self.model, self.optimizer)
-        for quantity, expected in self.reference.tensors_at[step].items():
-            if quantity not in (INITIAL, "gradient"):
-                compared = self.compare(quantity, own.get(quantity, {}), expected)
-                self.found[step][quantity] = compared
+        own, expected = own_state(self.model, self.optimizer), self.reference.tensors_at[step]
+        for quantity in dict.fromkeys([*expected, *own]):
+            if quantity in (INITIAL, "gradient"):
+                continue
+            here, there = own.get(quantity, {}), expected.get(quantity, {})
+            if quantity.startswith(OF_BUFFERS):
+                extra = {name: whole(x) for name, x in here.items() if name not in there}
+                if extra:
+                    self.only_here.setdefault(step, {})[quantity] = extra
+                here = {name: x for name, x in here.items() if name in there}
+            self.found[step][quantity] = self.compare(quantity, here, there)
 
     def compare(
         self, quantity: str, own: Mapping[str, Tensor], expected: Mapping[str, Tensor]
@@ -186,8 +195,11 @@ class RankRun:
 
 @dataclass(frozen=True)
 class RankResult:
+    """What a rank's training came to; `only_here`: buffers, by step, that one device has not."""
+
     losses: list[float]
     found: dict[int, dict[str, dict[str, Found]]]
+    only_here: dict[int, Named]
     num_sharded: int
     num_parameters: int
     untied: list[list[str]]
@@ -204,11 +216,40 @@ def train_on_ranks(task: Task, reference: OneDevice) -> list[RankResult]:
         untied = [names for names in tied if is_untied(model, names)]
         batches = [task.own_batch(batch, world.rank) for batch in task.batches]
         train(model, optimizer, batches, task.loss, run, at)
-        return RankResult(
-            run.losses, run.found, run.num_sharded, len(own_parameters(model)), untied
-        )
+        number = len(own_parameters(model))
+        return RankResult(run.losses, run.found, run.only_here, run.num_sharded, number, untied)
 
-    return run_ranks(task, on_rank)
+    results = run_ranks(task, on_rank)
+    compare_among(results)
+    return results
+
+
+def compare_among(results: Sequence[RankResult]) -> None:
+    """Add to what each rank found of the buffers that one device does not have."""
+    for step in results[0].found:
+        for quantity, tensors in only_on_ranks(results, step).items():
+            for result in results:
+                own = result.only_here.get(step, {}).get(quantity, {})
+                found = {name: compare_replicas(own.get(name), b) for name, b in tensors.items()}
+                result.found[step].setdefault(quantity, {}).update(found)
+
+
+def only_on_ranks(results: Sequence[RankResult], step: int) -> Named:
+    """The buffers that one device does not have, each of the first rank that has it."""
+    tensors: Named = {}
+    for result in results:
+        for quantity, named in result.only_here.get(step, {}).items():
+            first = tensors.setdefault(quantity, {})
+            first |= {name: x for name, x in named.items() if name not in first}
+    return tensors
+
+
+def compare_replicas(a: Tensor | None, b: Tensor) -> Found:
+    note = "one device has none"
+    if a is None or a.shape != b.shape:
+        what = "missing" if a is None else f"of shape {tuple(a.shape)}, not {tuple(b.shape)}"
+        return Found(wrong(), note=f"{note}, {what}")
+    return Found(difference(a, b, b.shape), note=note)
 
 
 def run_ranks(task: Task, on_rank: Callable[..., Any]) -> list[Any]:
@@ -285,7 +326,7 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Named:
                 state.setdefault(key, {})[name] = torch.as_tensor(value)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         # Those of one kind are of one size: a floor is taken over them.
-        quantity = f"buffer {name.rpartition('.')[2]}"
+        quantity = f"{OF_BUFFERS}{name.rpartition('.')[2]}"
         state.setdefault(quantity, {})[canonical(name)] = finite(buffer.detach())
     return state
 

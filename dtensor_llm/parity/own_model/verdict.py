@@ -31,6 +31,7 @@ from dtensor_llm.parity.own_model.training import (
     Found,
     OneDevice,
     RankResult,
+    only_on_ranks,
     tied_names,
     train_on_one_device,
 )
@@ -136,16 +137,19 @@ def report_of(
     bounds: Mapping[str, float],
     untied: Sequence[Sequence[str]] = (),
 ) -> Report:
-    """A row a quantity, and one that fails for each parameter that has become several."""
+    """A row a quantity, and one that fails for each parameter that has become several.
+
+    What one device does not have is held to the bound of weights.
+    """
+    held_to = defaultdict(lambda: bounds["weight"], bounds)
     rows = [
-        dataclasses.replace(row, bound=bounds.get(row.quantity, 0.0))
-        for row in rows_of(task, compared)
+        dataclasses.replace(row, bound=held_to[row.quantity]) for row in rows_of(task, compared)
     ]
     rows += [Row("tied weights", " = ".join(names), math.inf, 0.0) for names in untied]
     report = Report(tuple(map(without_nan, rows)))
     if report.passed:
         return report
-    first = next(differing(compared, defaultdict(float, bounds)), None)
+    first = next(differing(compared, held_to), None)
     return dataclasses.replace(report, first=None if first is None else without_nan(first))
 
 
@@ -162,7 +166,9 @@ def compare_ranks(task: Task, results: Sequence[RankResult], reference: OneDevic
     sizes: dict[int, dict[str, dict[str, Size]]] = {}
     for step, whole in reference.tensors_at.items():
         differences[step], sizes[step] = {}, {}
-        for quantity, tensors in whole.items():
+        of_ranks = only_on_ranks(results, step)
+        for quantity in dict.fromkeys(name for result in results for name in result.found[step]):
+            tensors = of_ranks.get(quantity, {}) | whole.get(quantity, {})
             named = found_of(results, step, quantity)
             labels = {name: label(name, found) for name, found in named.items()}
             differences[step][quantity] = {
@@ -199,7 +205,7 @@ def found_of(
     """{name: [(rank, what it found)]}"""
     named: dict[str, list[tuple[int, Found]]] = {}
     for rank, result in enumerate(results):
-        for name, found in result.found[step][quantity].items():
+        for name, found in result.found[step].get(quantity, {}).items():
             named.setdefault(name, []).append((rank, found))
     return named
 
