@@ -67,7 +67,7 @@ def test_one_bad_mesh_of_many_is_a_failure(script: Script, monkeypatch: pytest.M
     """Whether its numbers differ or its world comes to no end."""
     bad = Report((Row("loss", "step 1", 1.0, 1e-12, 0),))
 
-    def check_rank(config: Config, *_: Any) -> Checked:
+    def check_rank(config: Config, *_: Any, **__: Any) -> Checked:
         mesh = str(config.parallel.mesh)
         if mesh == "1x2x1" and crashes:
             raise RuntimeError("a rank has fallen over")
@@ -111,8 +111,15 @@ def test_every_step_is_compared(script: Script) -> None:
     assert done.stdout.count("FAIL") == 2, "the mesh, and the weights"
 
 
+def test_search_can_be_asked_for(script: Script) -> None:
+    """A float32 run passes by its own rule; the search is in float64."""
+    done = script("check_parity.py", f"--mesh 1x1x2 {SMALL} --steps 1 --dtype float32 --find")
+    assert done.returncode == 0
+    assert "1x1x2: in float64 no number of any step is off by 1e-09" in done.stdout
+
+
 def test_processes_are_started_for_it() -> None:
-    flags = shlex.split(f"--mesh 2x1x1 --world processes {SMALL} --steps 2")
+    flags = shlex.split(f"--mesh 2x1x1 --world processes {SMALL} --steps 2 --find")
     done = run_script(sys.executable, "scripts/check_parity.py", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal to one device: 1 of 1 meshes" in done.stdout

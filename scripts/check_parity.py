@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,10 @@ MICROBATCHES = 8
 MODEL = ["--layers=8", "--heads=8", "--seq-len=16"]
 TRAINING = ["--steps=3", "--lr=1e-3", "--dtype=float64", "--eval-every=0", "--check-parity"]
 SECONDS = 600.0  # without any communication, before a world of threads counts as hung
+
+
+Check = Callable[..., Checked]
+"""`check_rank`, with what is asked of it filled in."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,9 @@ def main() -> int:
         processes.refuse(cases[0].refusal)
     if spawns:
         os.execv(sys.executable, [*processes.torchrun(num_ranks), __file__, *sys.argv[1:]])
-    results = check_as_threads(cases) if place.size == 1 else check_as_processes(cases)
+    check = partial(check_rank, always_search=asked.find)
+    run = check_as_threads if place.size == 1 else check_as_processes
+    results = run(cases, check)
     if place.rank == 0:
         print(table(results))
         print(summary(results))
@@ -87,6 +93,9 @@ def own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--world",
         choices=("threads", "processes"),
         help="threads of this process (default), or processes, for which torchrun is started",
+    )
+    parser.add_argument(
+        "--find", action="store_true", help="search for a first divergence also where all is equal"
     )
     asked, flags = parser.parse_known_args(join_values(argv))
     if writes := {flag.partition("=")[0] for flag in flags} & {"--record", "--metrics"}:
@@ -122,7 +131,7 @@ def make_case(mesh: MeshSizes, flags: Sequence[str], where: Surroundings) -> Cas
     return Case(str(mesh), config, data)
 
 
-def check_as_threads(cases: Sequence[Case]) -> list[Checked]:
+def check_as_threads(cases: Sequence[Case], check: Check) -> list[Checked]:
     """One mesh after another, each in a world of threads; a failing world is a failed mesh."""
     expected, results = None, []
     for number, case in enumerate(cases, start=1):
@@ -132,7 +141,7 @@ def check_as_threads(cases: Sequence[Case]) -> list[Checked]:
         config, data = case.config, case.data
         expected = expected or expectation(config, data)
         progress(f"{case.mesh}: {number} of {len(cases)}")
-        main = partial(check_rank, config, data, train_reference, expected)
+        main = partial(check, config, data, train_reference, expected)
         try:
             size, timeout = config.parallel.mesh.num_ranks, config.run.timeout or SECONDS
             results.append(threads.run(size, main, timeout=timeout)[0])
@@ -141,7 +150,7 @@ def check_as_threads(cases: Sequence[Case]) -> list[Checked]:
     return results
 
 
-def check_as_processes(cases: Sequence[Case]) -> list[Checked]:
+def check_as_processes(cases: Sequence[Case], check: Check) -> list[Checked]:
     """All meshes in one world: this process is a rank of it."""
 
     def main(world: World) -> list[Checked]:
@@ -154,7 +163,7 @@ def check_as_processes(cases: Sequence[Case]) -> list[Checked]:
             expected = expected or world.share(partial(expectation, config, data))
             if world.rank == 0:
                 progress(case.mesh)
-            results.append(check_rank(config, data, train_reference, expected, world))
+            results.append(check(config, data, train_reference, expected, world))
         return results
 
     run = next(case.config for case in cases if case.config is not None).run

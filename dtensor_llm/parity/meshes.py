@@ -15,6 +15,8 @@ from dtensor_llm.mesh import fitting_meshes
 from dtensor_llm.parity.check import ParityCheck
 from dtensor_llm.parity.expect import TrainReference
 from dtensor_llm.parity.finder.divergence import find_divergence
+from dtensor_llm.parity.finder.finding import Finding
+from dtensor_llm.parity.finder.search import TOLERANCE
 from dtensor_llm.parity.report import Report, Row
 from dtensor_llm.parity.verdict import OF_RMS, YARDSTICK_FACTOR, Expectation
 from dtensor_llm.train import Trainer, TrainingError, train
@@ -70,10 +72,13 @@ def check_rank(
     train_reference: TrainReference,
     expected: Expectation,
     world: World,
+    *,
+    always_search: bool = False,
 ) -> Checked:
     """Train and compare; where they differ, find where. Every rank calls it and gets the same.
 
-    `expected` is what `expect` gives for every step.
+    `expected` is what `expect` gives for every step. With `always_search` the finder looks, in
+    float64, also where the report passes.
     """
     mesh = str(config.parallel.mesh)
     started = time.perf_counter()
@@ -86,10 +91,11 @@ def check_rank(
         report = check.compare(expected)
     except TrainingError as error:  # on every rank alike
         problem = str(error)
-    finding = None
-    if report is None or not report.passed:
+    finding: Finding | str | None = None
+    if always_search or report is None or not report.passed:
         first = None if report is None else report.first
         finding = find_divergence(config, world, data, train_reference, first)
+        finding = finding or f"in float64 no number of any step is off by {TOLERANCE:.0e}"
     seconds = time.perf_counter() - started
     return Checked(mesh, report, problem, finding=str(finding or ""), seconds=seconds)
 
@@ -139,6 +145,8 @@ def summary(results: Sequence[Checked]) -> str:
     """Everything about the meshes that did not pass, and the count."""
     lines = []
     for result in results:
+        if result.passed and result.finding:
+            lines.append(f"{result.mesh}: {result.finding}")
         if result.refused:
             lines.append(f"{result.mesh} is refused: {result.problem}")
         elif not result.passed:
