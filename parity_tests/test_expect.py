@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dtensor_llm.parity import Expectation, ParityCheck, compare_runs, expect, judge
 from dtensor_llm.parity.expect import NUM_SEEDS
-from dtensor_llm.parity.verdict import OF_RMS, largest_errors
+from dtensor_llm.parity.verdict import OF_RMS, judged_errors
 from dtensor_llm.train import Trainer, watched_step
 from dtensor_llm.worlds import World, threads
 from parity_tests.harness import SECONDS, batches_for, reference_for, small_config
@@ -75,17 +75,13 @@ def test_lower_precision_is_two_trainings_for_each_of_16_seeds() -> None:
     assert sorted(set(trainings.of("seed"))) == list(range(3, 19))
     assert len(trainings.asked) == 2 * NUM_SEEDS
     assert trainings.of("dtype").count("float32") == NUM_SEEDS
-    assert expected.yardstick is not None
-    assert expected.yardstick.losses == run(4e-6).losses, "that of the run's own seed, which is 3"
-    assert expected.largest is not None
-    assert expected.largest == largest_errors(compare_runs(run(5e-6), run())), "of the worst seed"
+    assert expected.yardstick == judged_errors(compare_runs(run(5e-6), run())), "the worst seed's"
 
 
 def judged(error: float, at: Places | None = None) -> list[str]:
     """What fails, of a run so far off, where one device is 1e-6 off."""
     one_device, exact = run(1e-6), run()
-    largest = largest_errors(compare_runs(one_device, exact))
-    expected = Expectation(exact, yardstick=one_device, largest=largest)
+    expected = Expectation(exact, yardstick=judged_errors(compare_runs(one_device, exact)))
     report = judge(compare_runs(run(error, at=at), exact), expected)
     every = ["loss", "gradient norm", *(q + end for q in QUANTITIES for end in ("", OF_RMS))]
     assert [row.quantity for row in report.rows] == every

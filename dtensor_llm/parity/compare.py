@@ -27,8 +27,8 @@ from dtensor_llm.parity.verdict import (
     Expectation,
     compare_runs,
     judge,
+    judged_errors,
     judged_step,
-    largest_errors,
 )
 
 
@@ -58,8 +58,7 @@ def compare_records(
         return judge(compared, Expectation(expected, bound=bound or bound_of(record, other)))
     judging = with_gradient_norms(compare_runs(yardstick, expected), yardstick, expected)
     check_yardstick(compared, judging, other)
-    largest = largest_errors(judging)
-    return judge(compared, Expectation(expected, yardstick=yardstick, largest=largest))
+    return judge(compared, Expectation(expected, yardstick=judged_errors(judging)))
 
 
 def check_reference(reference: Record, other: Record) -> None:

@@ -4,9 +4,9 @@
 |----------|------------------------------------------------------------------------------------|
 | float64  | 1e-12; where that is broken, 10 x the error of a control, if it is more: the        |
 |          | reference again, with its microbatches in reverse order                             |
-| others   | 2 x what one device of that dtype is away from the float64 reference: the root mean  |
-|          | square over all elements of a quantity, and the largest error of a tensor or of a    |
-|          | scalar, which is that of the worst of 16 seeds                                      |
+| others   | 2 x what one device of that dtype is away from the float64 reference, in the worst   |
+|          | of 16 seeds: as the root mean square over all elements of a quantity, and as the     |
+|          | largest error of a tensor or of a scalar                                            |
 
 Why 1e-12 can be broken by rounding alone: after its first step AdamW divides by |gradient| + eps.
 Where a gradient element is about eps, its rounding of 1e-18 is multiplied by lr / (4 eps), 1e5 or
@@ -15,10 +15,16 @@ data; the control has the same elements. A bug is further off by orders of magni
 
 Why not tensor by tensor in lower precision: whether one tensor rounds well is chance, the more so
 the smaller it is; whether a whole quantity is twice as far off as one device is not.
+
+Why 16 seeds: of gradients the root mean square hardly depends on the seed (within 9 % of its mean;
+8 layers of width 64, float32), but of what AdamW makes of them it does. After three steps the ten
+worst of 417 000 elements, mostly those whose gradient happens to be next to nothing, are 63 to 95 %
+of the squares of the weights' errors, and the root mean square is anywhere from 1.0e-7 to 7.1e-7
+(exp_avg: 1.5e-7 to 1.2e-6). By one seed a mesh passes or fails by chance.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,15 +60,14 @@ class Expectation:
         reference: one device in float64.
         control: trains the same again in another order of sums; only called where a fixed bound
             is broken.
-        yardstick: one device in the dtype of the run, where that is lower than float64.
-        largest: with a yardstick, its `largest_errors`, over many seeds.
+        yardstick: where the dtype of the run is lower than float64, the `judged_errors` of one
+            device in that dtype, over many seeds.
         bound: of float64, below which no control is needed.
     """
 
     reference: Run
     control: Callable[[], Run] | None = None
-    yardstick: Run | None = None
-    largest: Mapping[str, float] | None = None
+    yardstick: Mapping[str, float] | None = None
     bound: float = BOUND
 
 
@@ -153,9 +158,8 @@ def comparison(
 
 def judge(run: Comparison, expected: Expectation) -> Report:
     """The report of a run against what is expected."""
-    rows = (
-        by_yardstick(run, expected) if expected.yardstick is not None else by_bound(run, expected)
-    )
+    yardstick = expected.yardstick
+    rows = by_bound(run, expected) if yardstick is None else by_yardstick(run, yardstick)
     report = Report(tuple(rows))
     if report.passed:
         return report
@@ -180,21 +184,23 @@ def rows_within(run: Comparison, bounds: Mapping[str, float]) -> list[Row]:
     return rows + [run.worst(quantity, bounds[quantity]) for quantity in run.quantities]
 
 
-def by_yardstick(run: Comparison, expected: Expectation) -> list[Row]:
-    """Lower precision: the first gradients and the last state, against one device's error."""
-    assert expected.yardstick is not None
-    assert expected.largest is not None, "a yardstick needs its largest errors"
-    bounds = {name: YARDSTICK_FACTOR * error for name, error in expected.largest.items()}
-    yardstick = compare_runs(expected.yardstick, expected.reference)
-    rows = [scalar_row(name, *pair, bounds[name]) for name, pair in run.scalars.items()]
+def by_yardstick(run: Comparison, yardstick: Mapping[str, float]) -> list[Row]:
+    """Lower precision: every judged error against one device's."""
+    rows = judged_rows(run)
+    return [replace(row, bound=YARDSTICK_FACTOR * yardstick[row.quantity]) for row in rows]
+
+
+def judged_rows(run: Comparison) -> list[Row]:
+    """What is judged in lower precision, without a bound.
+
+    Every loss and norm; the first step's gradients and the last one's state, each as the worst
+    tensor and as the root mean square over all elements.
+    """
+    rows = [scalar_row(name, *pair, 0.0) for name, pair in run.scalars.items()]
     for quantity in run.quantities:
         step = judged_step(run, quantity)
-        rms, own_rms = (
-            rms_error(c.differences[step][quantity], c.sizes[step][quantity])
-            for c in (run, yardstick)
-        )
-        rows.append(run.row(quantity, step, bounds[quantity]))
-        rows.append(Row(quantity + OF_RMS, "all", rms, YARDSTICK_FACTOR * own_rms, step))
+        rms = rms_error(run.differences[step][quantity], run.sizes[step][quantity])
+        rows += [run.row(quantity, step, 0.0), Row(quantity + OF_RMS, "all", rms, 0.0, step)]
     return rows
 
 
@@ -204,11 +210,9 @@ def judged_step(run: Comparison, quantity: str) -> int:
     return steps[0] if quantity == "gradient" else steps[-1]
 
 
-def largest_errors(run: Comparison) -> dict[str, float]:
-    """{scalar: of the worst step, quantity: of the worst tensor at the step that is judged}"""
-    errors = {name: scalar_row(name, *pair, 0.0).error for name, pair in run.scalars.items()}
-    rows = [run.row(quantity, judged_step(run, quantity), 0.0) for quantity in run.quantities]
-    return errors | {row.quantity: row.error for row in rows}
+def judged_errors(run: Comparison) -> dict[str, float]:
+    """{quantity: error} of `judged_rows`"""
+    return {row.quantity: row.error for row in judged_rows(run)}
 
 
 def error_of(run: Comparison, quantity: str) -> float:
