@@ -61,11 +61,13 @@ class Optimizer:
         ]
         self.torch_optimizer = make_optimizer(groups, config)
 
-    def take_gradients(self) -> None:
-        """Hand each shard the local part of its parameter's gradient, which must be reduced."""
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Hand each shard the local part of its parameter's gradient; {name: that part}."""
+        parts: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             assert weight.grad is not None, f"{name} has no gradient"
-            self.shards[name].grad = local_tensor(weight.grad)
+            self.shards[name].grad = parts[name] = local_tensor(weight.grad)
+        return parts
 
     def step(self, learning_rate: float) -> None:
         for group in self.torch_optimizer.param_groups:

@@ -46,12 +46,16 @@ class Parallelized:
     loss_function: Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> sum over tokens
     schedule: PipelineScheduleSingle | None  # None without pipeline parallelism
 
-    def finalize_gradients(self) -> None:
-        """What is left to reduce once all microbatches are done."""
+    def finalize_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Reduce, in place, what data parallelism has left to reduce once a step.
+
+        `gradients` are this rank's parts, by parameter name.
+        """
         if "tp" in self.axes:
-            sequence_parallel.reduce_partial_gradients(self.model, self.axes["tp"])
-        if "pp" in self.axes:
-            pipeline_parallel.sum_tied_gradients(self.model, self.axes["pp"])
+            sequence_parallel.reduce_partial_gradients(self.model, gradients, self.axes["tp"])
+        if "pp" in self.axes and pipeline_parallel.holds_tied_copy(self.model):
+            tied = gradients["token_embedding.weight"]
+            pipeline_parallel.sum_tied_gradients(self.model, tied, self.axes["pp"])
 
 
 def parallelize(config: Config, device: torch.device) -> Parallelized:

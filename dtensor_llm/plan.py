@@ -73,15 +73,14 @@ class ComputesOnLocalTensors:
     """Mixed in before a module's class: its forward sees its parameters' local tensors.
 
     `gradient_placements` says what the local gradients are parts of: a replicated weight that meets
-    different tokens on each rank has Partial gradients, to be summed.
+    different tokens on each rank has Partial gradients, to be summed: see `partial_gradients`.
     """
 
     gradient_placements: Mapping[str, Placement]
     _parameters: dict[str, Any]
 
     def local(self, name: str) -> Tensor:
-        placements = [self.gradient_placements[name]]
-        return self._parameters[name].to_local(grad_placements=placements)
+        return self._parameters[name].to_local()
 
     def forward(self, *args: Any) -> Any:
         whole = self._parameters
@@ -120,6 +119,22 @@ class LocalModule(ParallelStyle):
         for name, value in self.attributes.items():
             setattr(module, name, value)
         return module
+
+
+def partial_gradients(model: nn.Module) -> list[str]:
+    """Names of the parameters whose local gradients are parts of a sum over the axis of the plan.
+
+    Their gradients' DTensors do not say so: they carry the parameter's placement, since of a
+    Partial label `fully_shard` and `replicate` would make an all-reduce for each parameter and
+    microbatch. Whoever applied the plan has to sum them, once a step.
+    """
+    return [
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if isinstance(module, ComputesOnLocalTensors)
+        for own, placement in module.gradient_placements.items()
+        if placement.is_partial()
+    ]
 
 
 def by_name(

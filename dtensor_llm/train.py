@@ -96,8 +96,7 @@ class Trainer:
         tokens, labels = tokens.to(self.world.device), labels.to(self.world.device)
         num_tokens = count_valid_tokens(labels, self.data_groups)
         loss = self.forward_backward(tokens, labels, num_tokens.clamp(min=1))
-        self.parallel.finalize_gradients()
-        self.optimizer.take_gradients()
+        self.parallel.finalize_gradients(self.optimizer.take_gradients())
         loss, squares = self.sum_over_ranks(loss, self.own_sum_of_squares())
         # The one place where the host waits for the device.
         numbers = torch.stack([loss, squares.sqrt(), num_tokens.double()]).tolist()

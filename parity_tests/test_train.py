@@ -142,16 +142,16 @@ def bad_number_in(
     def main(world: World) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
         trainer = Trainer(config, world)
         shards = trainer.optimizer.shards
-        take_gradients = trainer.optimizer.take_gradients
+        own_sum_of_squares = trainer.own_sum_of_squares
 
-        def take_and_poison() -> None:
-            take_gradients()
+        def poisoned() -> Tensor:
             if world.rank == rank:
                 spoiled = torch.zeros_like(shards[name])
                 spoiled.view(-1)[-1] = value
                 shards[name].grad = spoiled
+            return own_sum_of_squares()
 
-        trainer.optimizer.take_gradients = take_and_poison  # type: ignore[method-assign] # on purpose
+        trainer.own_sum_of_squares = poisoned  # type: ignore[method-assign] # on purpose
         before = {n: shard.detach().clone() for n, shard in shards.items()}
         batch = batches_for(config).batch(0, trainer.samples)
         with pytest.raises(TrainingError) as raised:

@@ -32,7 +32,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from dtensor_llm.config import ModelConfig
 from dtensor_llm.model import GPT
-from dtensor_llm.plan import local_tensor
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -87,26 +86,23 @@ def make_schedule(
     return SCHEDULES[name](stage, num_microbatches, loss_function, scale_grads=False)
 
 
-def sum_tied_gradients(model: GPT, mesh: DeviceMesh) -> None:
+def sum_tied_gradients(model: GPT, gradient: Tensor, mesh: DeviceMesh) -> None:
     """Add up the gradients of the two copies of a tied embedding, so that both stages step alike.
+
+    `gradient` is this rank's part of the embedding's, and becomes the sum.
 
     Comm: the local gradient sent and received once between the first and the last stage.
     """
-    if not holds_tied_copy(model):
-        return
-    weight = model.token_embedding.weight if model.first else model.head.weight
-    assert weight.grad is not None, "the tied weight has no gradient"
-    own = local_tensor(weight.grad)
-    other = torch.empty_like(own)
+    other = torch.empty_like(gradient)
     peer = mesh.size() - 1 if model.first else 0
     group = mesh.get_group()
     exchange = [
-        dist.P2POp(dist.isend, own, group=group, group_peer=peer),
+        dist.P2POp(dist.isend, gradient, group=group, group_peer=peer),
         dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
     ]
     for work in dist.batch_isend_irecv(exchange):
         work.wait()
-    own.add_(other)
+    gradient.add_(other)
 
 
 def holds_tied_copy(model: GPT) -> bool:

@@ -17,22 +17,23 @@ Paper: Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 
 Comm, for each block, b t d numbers each time: forward two all-gathers and two reduce-scatters,
 backward the same (`tensor_parallel` with residual Shard(1)). The Partial gradients are summed once
-a step in one buffer; where `fully_shard` or `replicate` reduces a gradient too, they do it before,
-one all-reduce for each such parameter.
+a step, in one buffer, after data parallelism has reduced them.
 
 What divides by tp is what lies between the multiplications; the gathered inputs of query, key,
 value, gate and up are kept whole for the backward pass (the paper gathers them again).
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_llm.model import GPT
-from dtensor_llm.plan import Call, LocalModule, Plan
+from dtensor_llm.plan import Call, LocalModule, Plan, partial_gradients
 
 RESIDUAL = Shard(1)  # placement of activations b t d between the split multiplications
 
@@ -50,25 +51,18 @@ def plan(model: GPT) -> Plan:
     return table
 
 
-def reduce_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Sum the Partial gradients over the tp axis, in one buffer; others are left alone.
+def reduce_partial_gradients(model: GPT, gradients: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
+    """Sum over the tp axis, in place, what every rank has of the Partial gradients.
 
-    `fully_shard` and `replicate` have done it already where they reduced the gradient; without data
-    parallelism it is done here, once a step.
+    `gradients` are {parameter name: this rank's part, reduced over dp}: so the sum is taken once a
+    step, of 1/dp of each where dp shards them, and in one buffer, however many they are.
 
-    Comm: one all-reduce over `mesh`.
+    Comm: one all-reduce over `mesh`; none where nothing is Partial.
     """
-    partial = [
-        (p, p.grad)
-        for p in model.parameters()
-        if isinstance(p.grad, DTensor) and any(place.is_partial() for place in p.grad.placements)
-    ]
+    partial = [gradients[name] for name in partial_gradients(model) if name in gradients]
     if not partial:
         return
-    local = [gradient.to_local() for _, gradient in partial]
-    whole = torch.cat([part.flatten() for part in local])
+    whole = torch.cat([part.flatten() for part in partial])
     dist.all_reduce(whole, group=mesh.get_group())
-    sums = whole.split([part.numel() for part in local])
-    for (p, gradient), part, total in zip(partial, local, sums, strict=True):
-        summed = total.reshape(part.shape)
-        p.grad = DTensor.from_local(summed, gradient.device_mesh, [Replicate()], run_check=False)
+    for part, total in zip(partial, whole.split([p.numel() for p in partial]), strict=True):
+        part.copy_(total.view_as(part))

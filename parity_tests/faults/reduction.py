@@ -1,6 +1,6 @@
 """Faults of what is summed over ranks and microbatches: token counts, gradients, loss and norm."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -9,13 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from dtensor_llm import optimizer, parallelize, train
 from dtensor_llm.config import Config
 from dtensor_llm.model import GPT
 from dtensor_llm.parallel import data_parallel, pipeline_parallel, sequence_parallel, zero
-from dtensor_llm.plan import local_tensor
+from dtensor_llm.plan import local_tensor, partial_gradients
 from parity_tests.faults.fault import fault
 
 planted = partial(fault, "reduction")
@@ -27,10 +26,6 @@ def halve(weight: Tensor) -> None:
     """Make an average over two ranks of a gradient that was summed."""
     assert weight.grad is not None
     local_tensor(weight.grad).div_(2)
-
-
-def is_partial(weight: Tensor) -> bool:
-    return isinstance(weight.grad, DTensor) and weight.grad.placements[0].is_partial()
 
 
 @planted(
@@ -202,9 +197,9 @@ def tied_gradients_averaged() -> Iterator[None]:
     """The two gradients of the tied embedding are averaged, as if they were of replicas."""
     add_up = pipeline_parallel.sum_tied_gradients
 
-    def wrong(model: GPT, mesh: DeviceMesh) -> None:
-        add_up(model, mesh)
-        halve(model.token_embedding.weight if model.first else model.head.weight)
+    def wrong(model: GPT, gradient: Tensor, mesh: DeviceMesh) -> None:
+        add_up(model, gradient, mesh)
+        gradient.div_(2)
 
     with patch.object(pipeline_parallel, "sum_tied_gradients", wrong):
         yield
@@ -221,11 +216,10 @@ def partial_gradients_averaged() -> Iterator[None]:
     """The Partial gradients of sharded tokens are averaged over tp instead of summed."""
     reduce = sequence_parallel.reduce_partial_gradients
 
-    def wrong(model: GPT, mesh: DeviceMesh) -> None:
-        averaged = [p for p in model.parameters() if is_partial(p)]
-        reduce(model, mesh)
-        for parameter in averaged:
-            halve(parameter)
+    def wrong(model: GPT, gradients: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
+        reduce(model, gradients, mesh)
+        for name in partial_gradients(model):
+            gradients[name].div_(2)
 
     with patch.object(sequence_parallel, "reduce_partial_gradients", wrong):
         yield

@@ -47,7 +47,4 @@ EQUIVALENT: dict[str, str] = {
     "rng.py:normal://>*:a79e8598": "how many numbers are drawn at once: speed and memory",
     "rng.py:_fields_of_runs:1>0:39d8fe2c": "draws a block more, which nobody reads",
     "rng.py:_encipher:bound+1:a0047148": "prepares a key more, which no round takes",
-    "parallel/sequence_parallel.py:reduce_partial_gradients:any>all:2dd071e9": (
-        "what is still Partial here is placed on the tp axis alone"
-    ),
 }
