@@ -111,6 +111,7 @@ class ModelConfig:
     init_std: float = option(
         0.02, "standard deviation of initial weights, before the cut by depth", minimum=0
     )
+    fused_qkv: bool = option(False, "one linear for query, key and value, group by group of heads")
 
     @property
     def num_kv_heads(self) -> int:

@@ -97,31 +97,51 @@ def rotate(x: Tensor, theta: float) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; g key/value heads serve h query heads (arXiv 2305.13245)."""
+    """Causal self-attention; g key/value heads serve h query heads (arXiv 2305.13245).
+
+    Fused, one linear makes all of them, a group of heads after the other: the h/g query heads that
+    share a key/value head, its key, its value. So an equal part of the rows is whole groups.
+    """
 
     def __init__(self, config: ModelConfig, site: str) -> None:
         super().__init__()
         kv_width = config.num_kv_heads * config.head_size
-        self.query = nn.Linear(config.width, config.width, bias=config.bias)
-        self.key = nn.Linear(config.width, kv_width, bias=config.bias)
-        self.value = nn.Linear(config.width, kv_width, bias=config.bias)
+        if config.fused_qkv:
+            self.qkv = nn.Linear(config.width, config.width + 2 * kv_width, bias=config.bias)
+        else:
+            self.query = nn.Linear(config.width, config.width, bias=config.bias)
+            self.key = nn.Linear(config.width, kv_width, bias=config.bias)
+            self.value = nn.Linear(config.width, kv_width, bias=config.bias)
         self.output = nn.Linear(config.width, config.width, bias=config.bias)
         self.dropout = Dropout(
             f"{site}.dropout",
             config.attention_dropout_rate,
             (config.heads, config.seq_len, config.seq_len),
         )
-        self.head_size = config.head_size
+        self.heads_per_group = config.heads // config.num_kv_heads
+        self.head_size, self.fused = config.head_size, config.fused_qkv
         self.rope_theta = config.rope_theta if config.positions == "rope" else None
 
     def forward(self, x: Tensor, samples: Tensor) -> Tensor:  # b t d -> b t d
-        q = rearrange(self.query(x), "b t (h k) -> b h t k", k=self.head_size)
-        k = rearrange(self.key(x), "b s (g k) -> b g s k", k=self.head_size)
-        v = rearrange(self.value(x), "b s (g k) -> b g s k", k=self.head_size)
+        q, k, v = self.project(x)
         if self.rope_theta is not None:
             q, k = rotate(q, self.rope_theta), rotate(k, self.rope_theta)
         y = self.attend(q, k, v, samples)
         return self.output(rearrange(y, "b h t k -> b t (h k)"))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query b h t k, key b g s k and value b g s k of the heads held here."""
+        if self.fused:
+            roles = (self.heads_per_group, 1, 1)  # query heads, the key, the value of a group
+            groups = rearrange(
+                self.qkv(x), "b t (g n k) -> b g n t k", n=sum(roles), k=self.head_size
+            )
+            q, k, v = (rearrange(y, "b g n t k -> b (g n) t k") for y in groups.split(roles, dim=2))
+            return q, k, v
+        q = rearrange(self.query(x), "b t (h k) -> b h t k", k=self.head_size)
+        k = rearrange(self.key(x), "b s (g k) -> b g s k", k=self.head_size)
+        v = rearrange(self.value(x), "b s (g k) -> b g s k", k=self.head_size)
+        return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, samples: Tensor) -> Tensor:
         """softmax(q k / sqrt(head size)) v with a causal mask; b h t k -> b h t k."""

@@ -43,6 +43,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "tied": (True, False),
     "vocab_size": (256, 257),
     "sequence_parallel": (True, False),
+    "fused_qkv": (False, True),
 }
 Case = dict[str, Any]
 
@@ -85,6 +86,7 @@ def configuration(case: Case) -> Config:
         "tied_embeddings": case["tied"],
         "vocab_size": case["vocab_size"],
         "sequence_parallel": case["sequence_parallel"],
+        "fused_qkv": case["fused_qkv"],
         "global_batch_size": 32,
         "micro_batch_size": 32 // sizes.dp // case["microbatches"],
         "schedule": "gpipe" if case["microbatches"] < sizes.pp else "1f1b",

@@ -32,6 +32,7 @@ CASES = {
     "row_parallel_reduction_dropped": ("forward", "the reduction over tp is missing"),
     "row_bias_added_by_every_rank": ("forward", "the bias counts 2 times"),
     "positions_restart_in_every_shard": ("forward", "belongs to tokens 0 to 3, where tokens 4"),
+    "fused_weight_split_by_thirds": ("forward", ""),
     "heads_permuted": ("forward", "heads and the entries of a head are exchanged"),
     "gelu_of_the_other_kind": ("forward", ""),
     "every_stage_normalizes_its_output": ("forward", ""),

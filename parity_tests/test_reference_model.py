@@ -220,6 +220,32 @@ def test_names_and_shapes_of_llama() -> None:
     }
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_fused_weights_are_those_of_query_key_and_value_group_by_group(kv_heads: int) -> None:
+    apart = ModelOptions(**{**vars(LLAMA), "kv_heads": kv_heads, "bias": True})
+    fused = ModelOptions(**{**vars(apart), "fused_qkv": True})
+    weights = initial_weights(apart, 0, torch.float64)
+    shapes = parameter_shapes(fused)
+    laid_out = {name: weights[name] for name in shapes if name in weights}
+    for name in shapes.keys() - weights.keys():
+        groups = [
+            rearrange(
+                weights[name.replace("qkv", role)],
+                "(g n k) ... -> g (n k) ...",
+                g=kv_heads,
+                k=apart.head_size,
+            )
+            for role in ("query", "key", "value")
+        ]
+        laid_out[name] = torch.cat(groups, dim=1).flatten(0, 1)
+    assert {name: tuple(x.shape) for name, x in laid_out.items()} == shapes
+    tokens = torch.arange(16).reshape(2, 8)
+    separate = forward(Model(apart, weights), tokens)
+    torch.testing.assert_close(
+        forward(Model(fused, laid_out), tokens), separate, rtol=1e-12, atol=1e-12
+    )
+
+
 @pytest.mark.parametrize(("width", "expected"), [(48, 128), (64, 192), (96, 256), (4096, 10944)])
 def test_swiglu_width_is_rounded_up(width: int, expected: int) -> None:
     assert ModelOptions(width=width, mlp="swiglu").num_ffn == expected

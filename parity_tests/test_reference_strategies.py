@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ffn_width": 32,
         "bias": False,
     },
+    "gpt2 fused": {"fused_qkv": True, "bias": True},
 }
 STRATEGIES: dict[str, Strategy] = {
     "tp2": partial(tensor_parallel.loss_and_gradients, tp=2),

@@ -1,5 +1,6 @@
 """Tensor parallelism: equal to its reference and to one device; the plan is strict."""
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -15,10 +16,13 @@ from dtensor_llm.data import IGNORED_LABEL
 from dtensor_llm.loss import summed_cross_entropy, vocabulary_parallel_cross_entropy
 from dtensor_llm.model import GPT
 from dtensor_llm.parallel import tensor_parallel
-from dtensor_llm.plan import LocalModule, PlanError, apply_plan, own_part
+from dtensor_llm.plan import LocalModule, PlanError, apply_plan, local_tensor, own_part
+from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
 from parity_tests.harness import LLAMA, SECONDS, parity, small_config, strategy_parity
 from reference import tensor_parallel as reference
+from reference.model import ModelOptions, initial_weights
+from reference.training import options_from
 
 BOUND = 1e-12
 
@@ -37,6 +41,46 @@ def test_equals_one_device(tp: int, vocab_size: int) -> None:
     config = small_config(f"{tp}x1x1", sequence_parallel=False, vocab_size=vocab_size)
     report = parity(config)
     assert report.passed, report
+
+
+FUSED: dict[str, dict[str, object]] = {
+    "gpt2": {"fused_qkv": True},
+    "llama": LLAMA | {"fused_qkv": True},
+}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("family", FUSED.values(), ids=FUSED)
+def test_fused_qkv_equals_its_reference(tp: int, family: dict[str, object]) -> None:
+    config = small_config(f"{tp}x1x1", sequence_parallel=False, dropout=0.1, **family)
+    report = strategy_parity(config, partial(reference.loss_and_gradients, tp=tp))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("mesh", ["4x1x2", "2x2x2"])
+@pytest.mark.parametrize("family", FUSED.values(), ids=FUSED)
+def test_fused_qkv_equals_one_device(family: dict[str, object], mesh: str, tied: bool) -> None:
+    report = parity(small_config(mesh, **family | {"tied_embeddings": tied, "dropout": 0.1}))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("kv_heads", [None, 4, 2])
+def test_parts_of_the_fused_weight_in_a_row_are_the_weight_of_one_device(
+    kv_heads: int | None,
+) -> None:
+    config = small_config("2x1x1", fused_qkv=True, kv_heads=kv_heads)
+    options = options_from(ModelOptions, dataclasses.asdict(config.model))
+    whole = initial_weights(options, config.train.seed, torch.float64)
+
+    def main(world: World) -> dict[str, Tensor]:
+        weights = Trainer(config, world).model.weights()
+        return {name: local_tensor(x).detach() for name, x in weights.items() if ".qkv." in name}
+
+    first, second = threads.run(2, main, timeout=SECONDS)
+    assert len(first) == 2 * config.model.layers
+    for name, part in first.items():
+        assert torch.cat([part, second[name]]).equal(whole[name]), name
 
 
 def test_local_modules_equal_torchs_own_styles() -> None:

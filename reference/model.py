@@ -40,6 +40,7 @@ class ModelOptions:
     width: int = 64
     heads: int = 8
     kv_heads: int | None = None
+    fused_qkv: bool = False
     layers: int = 4
     seq_len: int = 64
     ffn_width: int | None = None
@@ -245,17 +246,16 @@ def attention_heads(
     """Causal self-attention before its output projection: b t d to b t (h k).
 
     Args:
-        weights: may hold a part of the heads only, query and key/value heads alike.
+        weights: may hold a part of the heads only, query and key/value heads alike. In the fused
+            weight the rows of a key/value head follow those of the query heads that look into it:
+            (query.., key, value), (query.., key, value), ...
         name: "blocks.N.attention".
         x: b t d.
         options: of the whole model.
         dropout: None in evaluation.
         part: (index, count) of that part among the equal parts of all heads.
     """
-    q, k, v = (
-        rearrange(linear(weights, f"{name}.{role}", x), "b t (h k) -> b h t k", k=options.head_size)
-        for role in ("query", "key", "value")
-    )
+    q, k, v = query_key_value(weights, name, x, options)
     if options.positions == "rope":
         q, k = rotate(q, options.rope_theta), rotate(k, options.rope_theta)
     # Query head i looks into key/value head i // (heads / kv_heads).
@@ -266,6 +266,23 @@ def attention_heads(
     shares = drop(shares, f"{name}.dropout", options.attention_dropout_rate, dropout, part)
     mixed = einsum(shares, v, "b h t s, b h s k -> b h t k")
     return rearrange(mixed, "b h t k -> b t (h k)")
+
+
+def query_key_value(
+    weights: Weights, name: str, x: Tensor, options: ModelOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """b h t k, b g t k, b g t k."""
+    if options.fused_qkv:
+        served = options.heads // options.num_kv_heads
+        rows = linear(weights, f"{name}.qkv", x)
+        heads = rearrange(rows, "b t (g n k) -> b g n t k", n=served + 2, k=options.head_size)
+        q = rearrange(heads[:, :, :served], "b g n t k -> b (g n) t k")
+        return q, heads[:, :, served], heads[:, :, served + 1]
+    q, k, v = (
+        rearrange(linear(weights, f"{name}.{role}", x), "b t (h k) -> b h t k", k=options.head_size)
+        for role in ("query", "key", "value")
+    )
+    return q, k, v
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:
@@ -308,11 +325,17 @@ def widen(x: Tensor) -> Tensor:
 def _block_shapes(options: ModelOptions) -> dict[str, tuple[int, ...]]:
     d, f, k = options.width, options.num_ffn, options.head_size
     gate = {"mlp.gate": (f, d)} if options.mlp == "swiglu" else {}
+    query, key_value = options.heads * k, options.num_kv_heads * k
+    projections: dict[str, tuple[int, ...]] = {
+        "attention.query": (query, d),
+        "attention.key": (key_value, d),
+        "attention.value": (key_value, d),
+    }
+    if options.fused_qkv:
+        projections = {"attention.qkv": (query + 2 * key_value, d)}
     return {
         "attention_norm": (d,),
-        "attention.query": (options.heads * k, d),
-        "attention.key": (options.num_kv_heads * k, d),
-        "attention.value": (options.num_kv_heads * k, d),
+        **projections,
         "attention.output": (d, options.heads * k),
         "mlp_norm": (d,),
         **gate,

@@ -12,6 +12,7 @@ Paper: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 and figure 3 (
     weight                               rank's part         what the ranks' results are
     token_embedding, head          v d   rows v/tp           partial sums, shards of logits
     query, key, value, gate, up          rows (outputs)/tp   shards: heads, hidden units
+    qkv (fused)                          whole groups/tp     shards: groups of heads
     attention.output, mlp.down           columns (inputs)/tp partial sums
     their biases, norms, positions       whole               whole
 
@@ -46,7 +47,7 @@ from reference.model import (
 from reference.training import Gradients, leaves
 
 Ranks = list[Weights]
-COLUMN_PARALLEL = (".query", ".key", ".value", ".gate", ".up")
+COLUMN_PARALLEL = (".query", ".key", ".value", ".qkv", ".gate", ".up")
 ROW_PARALLEL = (".attention.output", ".mlp.down")
 VOCABULARY_PARALLEL = ("token_embedding", "head")
 

@@ -13,9 +13,13 @@ Paper: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3. The functions f
 |------------------------------|----------|-----------|----------------|-----------------------|
 | token_embedding              | Shard(0) |           | Replicate      | Partial -> residual   |
 | query, key, value, gate, up  | Shard(0) | Shard(0)  | Replicate      | Shard(2)              |
+| qkv (--fused-qkv)            | Shard(0) | Shard(0)  | Replicate      | Shard(2)              |
 | output, down                 | Shard(1) | Replicate | Shard(2)       | Partial -> residual   |
 | head                         | Shard(0) |           | Replicate      | Shard(2), to the loss |
 | norms, positions             | Replicate| Replicate | residual       | residual              |
+
+The rows of `qkv` go by groups of heads, (query.., key, value) after (query.., key, value): an equal
+part of them is whole groups, and the parts in a row are the weight of one device.
 
 `residual` is the placement of activations between these: Replicate, or Shard(1) when
 `sequence_parallel` shards tokens there. Comm, for each block, b t d numbers each time: forward two
@@ -77,7 +81,8 @@ def plan(model: GPT, mesh: DeviceMesh, residual: Placement) -> Plan:
         attributes=exits,
     )
     enter = Input(residual, Replicate(), Partial())
-    columns = ["attention.query", "attention.key", "attention.value", "mlp.up"]
+    heads = ["qkv"] if model.config.fused_qkv else ["query", "key", "value"]
+    columns = [*(f"attention.{name}" for name in heads), "mlp.up"]
     columns += ["mlp.gate"] if model.config.mlp == "swiglu" else []
     table: list[tuple[str, ParallelStyle]] = []
     if model.first:

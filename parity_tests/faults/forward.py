@@ -218,6 +218,28 @@ def heads_permuted() -> Iterator[None]:
 
 
 @planted(
+    "tensor_parallel",
+    "2x1x1",
+    "loss",
+    sabotaged="blocks.0.attention.output",
+    symptom="Training works; a checkpoint of one mesh is another model on the next, heads mixed.",
+    fused_qkv=True,
+    kv_heads=4,
+)
+def fused_weight_split_by_thirds() -> Iterator[None]:
+    """A rank takes its rows of the fused weight for all queries, then all keys, then all values."""
+
+    def wrong(self: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = rearrange(self.qkv(x), "b t (h k) -> b h t k", k=self.head_size)
+        groups = y.shape[1] // (self.heads_per_group + 2)
+        q, k, v = y.split((self.heads_per_group * groups, groups, groups), dim=1)
+        return q, k, v
+
+    with patch.object(Attention, "project", wrong):
+        yield
+
+
+@planted(
     "model",
     "2x1x1",
     "loss",

@@ -125,7 +125,7 @@ def evidence(search: Search, spot: Spot, peers: Peers) -> Evidence:
     assert part is not None and part.where is not None
     forward, reference = spot.phase == "forward", search.reference
     near = reference.producers.get(spot.name, ()) if forward else ()
-    is_heads = spot.name.endswith((".query", ".key", ".value", ".attention.output.input"))
+    is_heads = spot.name.endswith((".query", ".key", ".value", ".qkv", ".attention.output.input"))
     earlier = search.run.tensors_at.get(search.step - 1, {}).get("gradient", {})
     return Evidence(
         found=part.found.cpu(),
