@@ -5,6 +5,8 @@ DTensors; here both ends are local tensors, because the modules between them com
 and going through DTensor three times a call costs more than the exchange itself on a small model.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -79,6 +81,19 @@ def move(x: Tensor, group: dist.ProcessGroup, before: Placement, after: Placemen
     parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     dist.all_gather_single(parts, x.contiguous(), group=group)
     return torch.cat(parts.chunk(group.size()), dim=before.dim)
+
+
+def sum_in_one_buffer(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum the tensors over the group, in place.
+
+    Comm: one all-reduce, however many tensors there are; none of none.
+    """
+    if not parts:
+        return
+    whole = torch.cat([part.flatten() for part in parts])
+    dist.all_reduce(whole, group=group)
+    for part, total in zip(parts, whole.split([p.numel() for p in parts]), strict=True):
+        part.copy_(total.view_as(part))
 
 
 def reduce_by_summing(model: nn.Module) -> None:

@@ -44,7 +44,16 @@ class RefusedPair(Enum):
     )
     PP = "pp", "fewer --layers", "each stage takes at least one block"
     TP_AND_HEADS = "tp", "--heads it does not divide", "a rank takes whole heads"
-    TP_AND_KV_HEADS = "tp", "--kv-heads it does not divide", "a rank takes whole kv-heads"
+    TP_AND_KV_HEADS = (
+        "tp",
+        "--kv-heads that it neither divides nor is a multiple of",
+        "a rank takes whole kv-heads, or shares one with equally many others",
+    )
+    FUSED_QKV = (
+        "--fused-qkv",
+        "fewer --kv-heads than tp",
+        "a rank takes whole groups of heads of the fused weight",
+    )
     TP_AND_FFN = "tp", "a --ffn-width it does not divide", "a rank takes an equal part"
     TP_AND_VOCABULARY = "tp", "too small a --vocab-size", "each rank takes at least one token id"
     SEQUENCE_PARALLEL = (

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+TP_HEADS, TP_COPIES = "tp_heads", "tp_copies"  # tp as two axes: see `split_tp`
 NAMED_SIZES = ("tp", "pp", "dp", "dp_replicate", "dp_shard", "cp", "ep")
 
 
@@ -104,6 +105,15 @@ def _positional_sizes(text: str) -> dict[str, int]:
             "example tp=2,pp=2,dp=2",
         )
     return dict(zip(("tp", "pp", "dp"), map(int, text.split("x")), strict=True))
+
+
+def split_tp(mesh: DeviceMesh, parts: int) -> DeviceMesh:
+    """The tp axis as two, tp_heads x tp_copies: `parts` parts of a weight, neighbours hold copies.
+
+    Called on every rank. Comm: the making of process groups.
+    """
+    # Private: torch 2.13 has no public way to make two axes of one.
+    return mesh._unflatten("tp", (parts, mesh.size() // parts), (TP_HEADS, TP_COPIES))
 
 
 def _named_sizes(text: str) -> dict[str, int]:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_llm.config import TrainConfig
+from dtensor_llm.mesh import TP_COPIES
 from dtensor_llm.model import GPT
 from dtensor_llm.plan import local_tensor
 
@@ -102,12 +103,18 @@ def counts_here(weight: nn.Parameter, mesh: DeviceMesh) -> bool:
     Along an axis that shards the weight every rank counts its own; along every other axis the ranks
     hold the same elements and the first one counts. Pipeline stages hold different weights.
     """
-    own = {"pp"}
+    own, coordinates = {"pp"}, coordinates_on(mesh)
     if isinstance(weight, DTensor):
+        coordinates |= coordinates_on(weight.device_mesh)
         axes = zip(weight.device_mesh.mesh_dim_names or (), weight.placements, strict=True)
         own |= {axis for axis, placement in axes if not placement.is_replicate()}
-    coordinates = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
-    return all(axis in own or coordinate == 0 for axis, coordinate in coordinates)
+    if TP_COPIES in coordinates:
+        own.add("tp")  # its two parts decide
+    return all(axis in own or coordinate == 0 for axis, coordinate in coordinates.items())
+
+
+def coordinates_on(mesh: DeviceMesh) -> dict[str, int]:
+    return dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
 
 
 def sum_of_squares(tensors: list[Tensor]) -> Tensor:

@@ -53,6 +53,7 @@ class Parallelized:
         """
         if "tp" in self.axes:
             sequence_parallel.reduce_partial_gradients(self.model, gradients, self.axes["tp"])
+            tensor_parallel.reduce_copied_gradients(self.model, gradients)
         if "pp" in self.axes and pipeline_parallel.holds_tied_copy(self.model):
             tied = gradients["token_embedding.weight"]
             pipeline_parallel.sum_tied_gradients(self.model, tied, self.axes["pp"])

@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_llm.collectives import redistribute
 
+Placements = Placement | tuple[Placement, ...]  # of a mesh of one axis, or of each of its axes
 Plan = Sequence[tuple[str, ParallelStyle]]  # (module name pattern, style), applied in order
 
 
@@ -53,7 +54,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
 
 
 def distribute_parameters(
-    module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]
+    module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placements]
 ) -> None:
     """Replace own parameters of `module` by DTensors; each rank keeps its part, nothing is sent.
 
@@ -65,18 +66,19 @@ def distribute_parameters(
             raise PlanError(f"the plan places {name!r}, but {type(module).__name__} has no such")
         parameter = module._parameters[name]
         if parameter is not None:
-            part = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+            part = distribute_tensor(parameter, mesh, per_axis(placement), src_data_rank=None)
             setattr(module, name, nn.Parameter(part))
 
 
 class ComputesOnLocalTensors:
     """Mixed in before a module's class: its forward sees its parameters' local tensors.
 
-    `gradient_placements` says what the local gradients are parts of: a replicated weight that meets
-    different tokens on each rank has Partial gradients, to be summed: see `partial_gradients`.
+    `gradient_placements` says what the local gradients are parts of, by name and mesh axis: a
+    replicated weight that meets different tokens on each rank has Partial gradients, to be summed:
+    see `partial_gradients`.
     """
 
-    gradient_placements: Mapping[str, Placement]
+    gradient_placements: Mapping[str, Mapping[str, Placement]]
     _parameters: dict[str, Any]
 
     def local(self, name: str) -> Tensor:
@@ -99,30 +101,36 @@ class LocalModule(ParallelStyle):
     """Place the module's own parameters, and let it compute on their local tensors.
 
     `parameters` is one placement for all of them, or {name: placement}. `gradients` are the
-    placements of the local gradients where they differ. `mixin` replaces ComputesOnLocalTensors
+    placements of the local gradients where they differ. `mesh` are the ranks of the plan's mesh as
+    several axes, each with a placement of its own. `mixin` replaces ComputesOnLocalTensors
     where the forward needs more than that; `attributes` are set on the module for its use.
     """
 
-    parameters: Placement | Mapping[str, Placement]
-    gradients: Placement | Mapping[str, Placement] | None = None
+    parameters: Placements | Mapping[str, Placements]
+    gradients: Placements | Mapping[str, Placements] | None = None
+    mesh: DeviceMesh | None = None
     mixin: type[ComputesOnLocalTensors] = ComputesOnLocalTensors
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        names = list(module._parameters)
+        names, mesh = list(module._parameters), self.mesh or device_mesh
         placements = by_name(self.parameters, names)
-        distribute_parameters(module, device_mesh, placements)
+        distribute_parameters(module, mesh, placements)
         cls = type(module)
         module.__class__ = type(f"{self.mixin.__name__}{cls.__name__}", (self.mixin, cls), {})
-        gradients = by_name(self.gradients or {}, names)
-        module.gradient_placements = {**placements, **gradients}  # type: ignore[assignment] # the mixin's
+        gradients = {**placements, **by_name(self.gradients or {}, names)}
+        axes = mesh.mesh_dim_names or ()
+        module.gradient_placements = {  # type: ignore[assignment] # the mixin's
+            name: dict(zip(axes, per_axis(placed), strict=True))
+            for name, placed in gradients.items()
+        }
         for name, value in self.attributes.items():
             setattr(module, name, value)
         return module
 
 
-def partial_gradients(model: nn.Module) -> list[str]:
-    """Names of the parameters whose local gradients are parts of a sum over the axis of the plan.
+def partial_gradients(model: nn.Module, axis: str = "tp") -> list[str]:
+    """Names of the parameters whose local gradients are parts of a sum over the mesh axis.
 
     Their gradients' DTensors do not say so: they carry the parameter's placement, since of a
     Partial label `fully_shard` and `replicate` would make an all-reduce for each parameter and
@@ -132,15 +140,19 @@ def partial_gradients(model: nn.Module) -> list[str]:
         f"{name}.{own}"
         for name, module in model.named_modules()
         if isinstance(module, ComputesOnLocalTensors)
-        for own, placement in module.gradient_placements.items()
-        if placement.is_partial()
+        for own, placements in module.gradient_placements.items()
+        if axis in placements and placements[axis].is_partial()
     ]
 
 
 def by_name(
-    placements: Placement | Mapping[str, Placement], names: Sequence[str]
-) -> Mapping[str, Placement]:
-    return dict.fromkeys(names, placements) if isinstance(placements, Placement) else placements
+    placements: Placements | Mapping[str, Placements], names: Sequence[str]
+) -> Mapping[str, Placements]:
+    return placements if isinstance(placements, Mapping) else dict.fromkeys(names, placements)
+
+
+def per_axis(placements: Placements) -> tuple[Placement, ...]:
+    return placements if isinstance(placements, tuple) else (placements,)
 
 
 @dataclass

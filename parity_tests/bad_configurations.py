@@ -366,10 +366,19 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
     ),
     (
         ALONE,
-        "--mesh 4x1x1 --kv-heads 2",
+        "--mesh 6x1x1 --heads 12 --kv-heads 4 --width 96 --seq-len 66",
         [
-            "tp=4 must divide --heads, --ffn-width, --kv-heads: --kv-heads 2 / 4 leaves 2 (a "
-            "rank takes whole kv-heads); tp=1 or 2 would do",
+            "tp=6 neither divides --kv-heads 4 nor is a multiple of it, but a rank takes whole "
+            "kv-heads, or shares one with equally many others: 6 / 4 leaves 2; tp=1, 2, 4 or 12 "
+            "would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 4x1x1 --kv-heads 2 --fused-qkv",
+        [
+            "a rank takes whole groups of heads of the fused weight, but with --fused-qkv "
+            "--kv-heads 2 are fewer groups than tp=4; --no-fused-qkv or tp=1 or 2 would do",
         ],
     ),
     (

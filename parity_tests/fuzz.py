@@ -160,6 +160,9 @@ def draw_model(random: Random, mesh: MeshSizes) -> Values:
     values = draw_family(random)
     kv_heads = tp * random.randint(1, max(1, 4 // tp))
     group = random.choice((1, 1, 2, 3)) if kv_heads <= 4 else 1
+    if tp > 1 and random.random() < 0.3:  # copies of key/value heads
+        kv_heads = random.choice([n for n in range(1, tp) if tp % n == 0])
+        group = tp // kv_heads * random.choice((1, 1, 2))
     head_sizes = (2, 4, 6, 8) if values["positions"] == "rope" else (2, 3, 4, 5, 7)
     widths = [kv_heads * group * size for size in head_sizes]
     width = random.choice([width for width in widths if width >= LEAST_WIDTH])
@@ -169,7 +172,7 @@ def draw_model(random: Random, mesh: MeshSizes) -> Values:
     values |= {
         "heads": kv_heads * group,
         "kv_heads": None if group == 1 and random.random() < 0.7 else kv_heads,
-        "fused_qkv": random.random() < 0.3,
+        "fused_qkv": kv_heads % tp == 0 and random.random() < 0.4,
         "width": width,
         "ffn_width": tp * random.randint(1, max(1, 40 // tp)),
         "layers": mesh.pp + random.choice((0, 1, 2) if mesh.pp > 1 else (0, 1, 1, 2)),
@@ -295,6 +298,7 @@ UNRULY: dict[str, Redraw] = {
     "ffn_width": number("ffn_width", 1, 60),
     "layers": number("layers", 1, 4),
     "seq_len": number("seq_len", 1, 12),
+    "fused_qkv": lambda *_: {"fused_qkv": True},
     "vocab_size": lambda random, values: {"vocab_size": random.randint(1, values["mesh"].tp + 3)},
     "global_batch_size": number("global_batch_size", 1, 24),
     "micro_batch_size": number("micro_batch_size", 1, 4),

@@ -75,7 +75,7 @@ def test_partial_gradients_are_summed_once_a_step(
     all_reduce = dist.all_reduce
 
     def counted(x: Tensor, *args: Any, group: dist.ProcessGroup | None = None, **kw: Any) -> Any:
-        if sys._getframe(1).f_code.co_name == "reduce_partial_gradients":
+        if sys._getframe(2).f_code.co_name == "reduce_partial_gradients":
             summed.append(x.numel())
         return all_reduce(x, *args, group=group, **kw)
 

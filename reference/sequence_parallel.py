@@ -54,7 +54,8 @@ def loss_and_gradients(
     """The mean loss and the gradients of the whole weights, computed by tp ranks.
 
     Args:
-        model: whole weights; tp must divide query heads, key/value heads and ffn width.
+        model: whole weights; tp must divide query heads and ffn width, and divide key/value heads
+            or be a multiple of them.
         tokens: b t; tp must divide t.
         labels: b t, -100 ignored.
         dropout: None in evaluation.

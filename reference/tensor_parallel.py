@@ -13,10 +13,12 @@ Paper: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 and figure 3 (
     token_embedding, head          v d   rows v/tp           partial sums, shards of logits
     query, key, value, gate, up          rows (outputs)/tp   shards: heads, hidden units
     qkv (fused)                          whole groups/tp     shards: groups of heads
+    key, value, fewer heads than tp      one head            copies of a head on tp/heads ranks
     attention.output, mlp.down           columns (inputs)/tp partial sums
     their biases, norms, positions       whole               whole
 
     all-reduce of b t d on tp            forward: 1 + 2 a layer (g); backward: 2 a layer + 1 (f)
+    all-reduce of the copied gradients   once a step, among the ranks that hold the same head
     all-reduce of b t on tp              forward: 3 (largest logit, sum of exponentials, label's)
 
 In the code, a value that is equal on all ranks is ONE tensor and a value that differs is a LIST
@@ -58,7 +60,8 @@ def loss_and_gradients(
     """The mean loss and the gradients of the whole weights, computed by tp ranks.
 
     Args:
-        model: whole weights; tp must divide query heads, key/value heads and ffn width.
+        model: whole weights; tp must divide query heads and ffn width, and divide key/value heads
+            or be a multiple of them.
         tokens: b t.
         labels: b t, -100 ignored.
         dropout: None in evaluation.
@@ -97,6 +100,13 @@ def split_dim(name: str) -> int | None:
     return None
 
 
+def num_copies(name: str, options: ModelOptions, tp: int) -> int:
+    """How many ranks in a row hold the same part: several where key/value heads are too few."""
+    module, _ = name.rsplit(".", 1)
+    few = module.endswith((".key", ".value")) and options.num_kv_heads < tp
+    return tp // options.num_kv_heads if few else 1
+
+
 def split_weights(model: Model, tp: int) -> Ranks:
     """Each rank's own weights. Sizes are ceil(n / tp), the last one smaller, as in torch.chunk."""
     vocabulary = model.options.vocab_size
@@ -105,7 +115,10 @@ def split_weights(model: Model, tp: int) -> Ranks:
     ranks: Ranks = [{} for _ in range(tp)]
     for name, weight in model.weights.items():
         dim = split_dim(name)
-        parts = [weight] * tp if dim is None else weight.chunk(tp, dim)
+        copies = num_copies(name, model.options, tp)
+        parts = [weight] * tp
+        if dim is not None:
+            parts = [part for part in weight.chunk(tp // copies, dim) for _ in range(copies)]
         for own, part in zip(ranks, parts, strict=True):
             own[name] = part
     return [leaves(own) for own in ranks]
@@ -114,11 +127,12 @@ def split_weights(model: Model, tp: int) -> Ranks:
 def join_gradients(ranks: Ranks, model: Model) -> Gradients:
     """The gradients of the whole weights.
 
-    Those of a cut weight are laid side by side. A weight that every rank has whole worked for all
+    Those of a cut weight are laid side by side, those of copies of a part added up: each comes from
+    the query heads of one rank. A weight that every rank has whole worked for all
     of them as the copy of rank 0; the other copies have none, or (under sequence parallelism) the
     gradient from other tokens, which is added.
     """
-    gradients = {}
+    tp, gradients = len(ranks), {}
     for name, weight in model.weights.items():
         parts = [own[name].grad for own in ranks]
         present = [part for part in parts if part is not None]
@@ -128,7 +142,9 @@ def join_gradients(ranks: Ranks, model: Model) -> Gradients:
         elif dim is None:
             gradients[name] = torch.stack(present).sum(dim=0)
         else:
-            gradients[name] = torch.cat(present, dim)
+            copies = num_copies(name, model.options, tp)
+            sums = [torch.stack(present[i : i + copies]).sum(dim=0) for i in range(0, tp, copies)]
+            gradients[name] = torch.cat(sums, dim)
     return gradients
 
 

@@ -117,10 +117,7 @@ def tp_divides_heads_and_ffn(config: Config, _: Surroundings) -> Iterator[str]:
     reasons = {
         "--heads": RefusedPair.TP_AND_HEADS.reason,
         "--ffn-width": RefusedPair.TP_AND_FFN.reason,
-        "--kv-heads": RefusedPair.TP_AND_KV_HEADS.reason,
     }
-    if model.kv_heads is not None:
-        parts["--kv-heads"] = model.kv_heads
     uneven = [
         f"{flag} {remainder(size, tp)} ({reasons[flag]})"
         for flag, size in parts.items()
@@ -129,8 +126,36 @@ def tp_divides_heads_and_ffn(config: Config, _: Surroundings) -> Iterator[str]:
     if uneven:
         yield (
             f"tp={tp} must divide {', '.join(parts)}: {', '.join(uneven)}; "
-            f"tp={join_or(divisors_for_tp(*parts.values()))} would do"
+            f"tp={join_or(legal_tp(config))} would do"
         )
+
+
+def tp_shares_out_kv_heads(config: Config, _: Surroundings) -> Iterator[str]:
+    kv_heads, tp = config.model.kv_heads, config.parallel.mesh.tp
+    if kv_heads is None or kv_heads % tp == 0:
+        return
+    if tp % kv_heads:
+        yield (
+            f"tp={tp} neither divides --kv-heads {kv_heads} nor is a multiple of it, but "
+            f"{RefusedPair.TP_AND_KV_HEADS.reason}: "
+            f"{remainder(*sorted((kv_heads, tp), reverse=True))}; "
+            f"tp={join_or(legal_tp(config))} would do"
+        )
+    elif config.model.fused_qkv:
+        yield (
+            f"{RefusedPair.FUSED_QKV.reason}, but with --fused-qkv --kv-heads {kv_heads} are fewer "
+            f"groups than tp={tp}; --no-fused-qkv or tp={join_or(legal_tp(config))} would do"
+        )
+
+
+def legal_tp(config: Config) -> list[int]:
+    """The sizes of tp that heads and widths allow, ascending."""
+    model, kv_heads = config.model, config.model.num_kv_heads
+    return [
+        n
+        for n in divisors_for_tp(model.heads, model.num_ffn)
+        if kv_heads % n == 0 or (n % kv_heads == 0 and not model.fused_qkv)
+    ]
 
 
 def divisors_for_tp(*sizes: int) -> list[int]:
@@ -196,7 +221,11 @@ ON_THE_MESH = (
     Rule(every_stage_has_a_block, frozenset({"layers", "mesh"})),
     Rule(
         tp_divides_heads_and_ffn,
-        frozenset({"heads", "kv_heads", "ffn_width", "width", "mlp", "mesh"}),
+        frozenset({"heads", "kv_heads", "ffn_width", "width", "mlp", "fused_qkv", "mesh"}),
+    ),
+    Rule(
+        tp_shares_out_kv_heads,
+        frozenset({"heads", "kv_heads", "ffn_width", "width", "mlp", "fused_qkv", "mesh"}),
     ),
     Rule(every_tp_rank_has_vocabulary, frozenset({"vocab_size", "mesh"})),
     Rule(tp_divides_the_sequence, frozenset({"seq_len", "sequence_parallel", "mesh"})),

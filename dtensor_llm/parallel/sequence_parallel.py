@@ -25,13 +25,12 @@ value, gate and up are kept whole for the backward pass (the paper gathers them 
 
 from collections.abc import Mapping
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from dtensor_llm.collectives import sum_in_one_buffer
 from dtensor_llm.model import GPT
 from dtensor_llm.plan import Call, LocalModule, Plan, partial_gradients
 
@@ -60,9 +59,4 @@ def reduce_partial_gradients(model: GPT, gradients: Mapping[str, Tensor], mesh: 
     Comm: one all-reduce over `mesh`; none where nothing is Partial.
     """
     partial = [gradients[name] for name in partial_gradients(model) if name in gradients]
-    if not partial:
-        return
-    whole = torch.cat([part.flatten() for part in partial])
-    dist.all_reduce(whole, group=mesh.get_group())
-    for part, total in zip(partial, whole.split([p.numel() for p in partial]), strict=True):
-        part.copy_(total.view_as(part))
+    sum_in_one_buffer(partial, mesh.get_group())

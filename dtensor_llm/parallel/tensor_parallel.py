@@ -14,6 +14,7 @@ Paper: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3. The functions f
 | token_embedding              | Shard(0) |           | Replicate      | Partial -> residual   |
 | query, key, value, gate, up  | Shard(0) | Shard(0)  | Replicate      | Shard(2)              |
 | qkv (--fused-qkv)            | Shard(0) | Shard(0)  | Replicate      | Shard(2)              |
+| key, value, g < tp           | copies   | copies    | Replicate      | Shard(2), in copies   |
 | output, down                 | Shard(1) | Replicate | Shard(2)       | Partial -> residual   |
 | head                         | Shard(0) |           | Replicate      | Shard(2), to the loss |
 | norms, positions             | Replicate| Replicate | residual       | residual              |
@@ -21,12 +22,18 @@ Paper: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3. The functions f
 The rows of `qkv` go by groups of heads, (query.., key, value) after (query.., key, value): an equal
 part of them is whole groups, and the parts in a row are the weight of one device.
 
+Where the g key/value heads are fewer than the ranks, tp is two axes, tp_heads x tp_copies = g x
+tp/g, on which `copies` is (Shard(0), Replicate): each head is held by tp/g neighbours, whose query
+heads look into it. Each has the gradient from its own query heads, (Shard(0), Partial), so they are
+summed over tp_copies once a step, in one buffer (`reduce_copied_gradients`).
+
 `residual` is the placement of activations between these: Replicate, or Shard(1) when
 `sequence_parallel` shards tokens there. Comm, for each block, b t d numbers each time: forward two
-all-reduces, backward two (residual Replicate).
+all-reduces, backward two (residual Replicate). A step: one all-reduce over tp_copies of what a rank
+holds of the copied weights, if any.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch.nn.functional as F
@@ -36,10 +43,19 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from dtensor_llm.collectives import redistribute
+from dtensor_llm.collectives import redistribute, sum_in_one_buffer
 from dtensor_llm.loss import vocabulary_parallel_cross_entropy
+from dtensor_llm.mesh import TP_COPIES, split_tp
 from dtensor_llm.model import GPT
-from dtensor_llm.plan import Call, ComputesOnLocalTensors, Input, LocalModule, Plan, own_part
+from dtensor_llm.plan import (
+    Call,
+    ComputesOnLocalTensors,
+    Input,
+    LocalModule,
+    Plan,
+    own_part,
+    partial_gradients,
+)
 
 
 class RowParallel(ComputesOnLocalTensors):
@@ -73,6 +89,10 @@ def plan(model: GPT, mesh: DeviceMesh, residual: Placement) -> Plan:
     """The table above, for what `model` holds, but for its last row."""
     exits = {"mesh": mesh, "residual": residual}
     column = LocalModule(Shard(0))
+    key_value = column
+    if model.config.num_kv_heads < mesh.size():
+        both = split_tp(mesh, model.config.num_kv_heads)
+        key_value = LocalModule((Shard(0), Replicate()), (Shard(0), Partial()), both)
     row = LocalModule(
         {"weight": Shard(1), "bias": Replicate()},
         # With tokens sharded, each rank adds the bias to its own tokens only.
@@ -81,8 +101,8 @@ def plan(model: GPT, mesh: DeviceMesh, residual: Placement) -> Plan:
         attributes=exits,
     )
     enter = Input(residual, Replicate(), Partial())
-    heads = ["qkv"] if model.config.fused_qkv else ["query", "key", "value"]
-    columns = [*(f"attention.{name}" for name in heads), "mlp.up"]
+    copied = [] if model.config.fused_qkv else ["attention.key", "attention.value"]
+    columns = ["attention.qkv" if model.config.fused_qkv else "attention.query", "mlp.up"]
     columns += ["mlp.gate"] if model.config.mlp == "swiglu" else []
     table: list[tuple[str, ParallelStyle]] = []
     if model.first:
@@ -92,6 +112,7 @@ def plan(model: GPT, mesh: DeviceMesh, residual: Placement) -> Plan:
         table += [("token_embedding", embedding)]
     table += [("blocks.*.attention", enter), ("blocks.*.mlp", enter)]
     table += [(f"blocks.*.{name}", column) for name in columns]
+    table += [(f"blocks.*.{name}", key_value) for name in copied]
     table += [("blocks.*.attention.output", row), ("blocks.*.mlp.down", row)]
     table += [("blocks.*.attention.dropout", Call("shard", (0,)))]
     if model.last:
@@ -103,6 +124,20 @@ def replicated_plan(model: GPT) -> Plan:
     """The table's last row where tokens are not sharded: whole weights, equal gradients."""
     whole = LocalModule(Replicate())
     return [(name, whole) for name in model.residual_modules()]
+
+
+def reduce_copied_gradients(model: GPT, gradients: Mapping[str, Tensor]) -> None:
+    """Sum, in place, the gradients of copies of key and value heads over the ranks that hold them.
+
+    `gradients` are {parameter name: this rank's part, reduced over dp}; those of every copy become
+    the sum, bit for bit, so that copies stay equal.
+
+    Comm: one all-reduce over tp_copies; none where every rank has heads of its own.
+    """
+    weights = model.weights()
+    if copied := [name for name in partial_gradients(model, TP_COPIES) if name in gradients]:
+        group = weights[copied[0]].device_mesh.get_group(TP_COPIES)  # type: ignore[attr-defined] # a DTensor's
+        sum_in_one_buffer([gradients[name] for name in copied], group)
 
 
 def loss_function(vocab_size: int, mesh: DeviceMesh) -> Callable[[Tensor, Tensor], Tensor]:

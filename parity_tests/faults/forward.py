@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
 
-from dtensor_llm import loss, model
+from dtensor_llm import initialize, loss, model
 from dtensor_llm.collectives import redistribute
+from dtensor_llm.mesh import TP_COPIES, TP_HEADS
 from dtensor_llm.model import GPT, MLP, Attention, LearnedPositions
 from dtensor_llm.parallel import pipeline_parallel, sequence_parallel, tensor_parallel
 from dtensor_llm.parallel.tensor_parallel import RowParallel, VocabularyParallel
@@ -236,6 +237,33 @@ def fused_weight_split_by_thirds() -> Iterator[None]:
         return q, k, v
 
     with patch.object(Attention, "project", wrong):
+        yield
+
+
+@planted(
+    "tensor_parallel",
+    "4x1x1",
+    "loss",
+    sabotaged="*.key.weight or *.value.weight",
+    symptom="Training works; the model is another one than its checkpoint says.",
+    kv_heads=2,
+)
+def copies_of_heads_dealt_in_turns() -> Iterator[None]:
+    """Rank r takes key/value head r mod g: neighbours, whose query heads share one, have two."""
+    place = initialize.local_slice
+
+    def wrong(weight: Any) -> tuple[slice, ...]:
+        where = place(weight)
+        names = weight.device_mesh.mesh_dim_names
+        if TP_COPIES not in names:
+            return where
+        rows, mesh = where[0].stop - where[0].start, weight.device_mesh
+        copies = mesh[TP_COPIES].size()
+        rank = mesh[TP_HEADS].get_local_rank() * copies + mesh[TP_COPIES].get_local_rank()
+        first = rank % mesh[TP_HEADS].size() * rows
+        return (slice(first, first + rows), *where[1:])
+
+    with patch.object(initialize, "local_slice", wrong):
         yield
 
 

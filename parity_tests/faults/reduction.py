@@ -12,8 +12,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from dtensor_llm import optimizer, parallelize, train
 from dtensor_llm.config import Config
+from dtensor_llm.mesh import TP_COPIES
 from dtensor_llm.model import GPT
-from dtensor_llm.parallel import data_parallel, pipeline_parallel, sequence_parallel, zero
+from dtensor_llm.parallel import (
+    data_parallel,
+    pipeline_parallel,
+    sequence_parallel,
+    tensor_parallel,
+    zero,
+)
 from dtensor_llm.plan import local_tensor, partial_gradients
 from parity_tests.faults.fault import fault
 
@@ -222,6 +229,40 @@ def partial_gradients_averaged() -> Iterator[None]:
             gradients[name].div_(2)
 
     with patch.object(sequence_parallel, "reduce_partial_gradients", wrong):
+        yield
+
+
+@planted(
+    "tensor_parallel",
+    "4x1x1",
+    "gradient",
+    "attention",
+    sabotaged="*.key.* or *.value.*",
+    symptom="Each copy of a key head learns from its own query heads; a checkpoint keeps one copy.",
+    kv_heads=2,
+)
+def copied_gradients_not_summed() -> Iterator[None]:
+    """With fewer key/value heads than ranks, the copies of a head go their own ways."""
+    with patch.object(tensor_parallel, "reduce_copied_gradients", lambda *_: None):
+        yield
+
+
+@planted(
+    "tensor_parallel",
+    "4x1x1",
+    "gradient norm",
+    sabotaged="gradient norm",
+    symptom="The norm is a little too large with more tp ranks than key/value heads.",
+    kv_heads=2,
+)
+def copies_counted_by_every_rank() -> Iterator[None]:
+    """In the gradient norm, a key/value head counts on every rank that holds a copy of it."""
+
+    def wrong(weight: Any, mesh: DeviceMesh) -> bool:
+        names = weight.device_mesh.mesh_dim_names
+        return TP_COPIES in names or optimizer.counts_here(weight, mesh)
+
+    with patch.object(train, "counts_here", wrong):
         yield
 
 

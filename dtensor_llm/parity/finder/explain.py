@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtensor_llm.mesh import TP_COPIES
 from dtensor_llm.parity.difference import over
 from dtensor_llm.parity.finder.diagnosis import Evidence, Where, diagnose, diagnose_norm, name_ratio
 from dtensor_llm.parity.finder.finding import Finding
@@ -198,15 +199,16 @@ def squares(search: Search) -> dict[str, float]:
     own, first = search.trainer.optimizer.weights, search.trainer.model.first
     counted = {name for name in own if first or name != "token_embedding.weight"}
     groups = {
-        "what every tp rank holds whole": [name for name in own if is_whole_over_tp(own[name])],
+        "what every tp rank holds whole": [x for x in own if is_whole_over(own[x], "tp")],
+        "what tp ranks hold copies of": [x for x in own if is_whole_over(own[x], TP_COPIES)],
         "what other stages hold": [name for name in each if name not in counted],
     }
     return {**{name: sum(each[n] for n in names) for name, names in groups.items()}, **each}
 
 
-def is_whole_over_tp(weight: Tensor) -> bool:
+def is_whole_over(weight: Tensor, axis: str) -> bool:
     axes = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
-    return "tp" in axes and weight.placements[axes.index("tp")].is_replicate()  # type: ignore[attr-defined] # a DTensor's
+    return axis in axes and weight.placements[axes.index(axis)].is_replicate()  # type: ignore[attr-defined] # a DTensor's
 
 
 def gather(world: World, own: T) -> list[T]:

@@ -141,6 +141,8 @@ class Search:
 
     def spots_of_pass(self, phase: str, names: Sequence[str]) -> Iterator[Spot]:
         for position, name in enumerate(names):
+            if phase == "backward" and self.num_copies(name) > 1:
+                continue  # each copy has the gradient of its own query heads: a part of the sum
             what = "" if name in NOT_MODULES else "input" if name.endswith(INPUT) else "output"
             if name in self.observed.modules:
                 for microbatch in range(self.trainer.config.microbatches):
@@ -250,9 +252,15 @@ class Search:
         rows = self.rows(spot.microbatch)
         if spot.name == "loss":  # of the reference, the loss of each token, and its gradient
             return Part(found, whole[rows].amax() if backward else whole[rows].sum(), ())
-        tp = self.trainer.config.parallel.mesh.tp
-        tp_rank = self.trainer.mesh.get_local_rank("tp")
-        return Part(found, whole, place_of(found.shape, whole.shape, rows, tp_rank, tp))
+        copies = self.num_copies(spot.name)
+        parts = self.trainer.config.parallel.mesh.tp // copies
+        part = self.trainer.mesh.get_local_rank("tp") // copies
+        return Part(found, whole, place_of(found.shape, whole.shape, rows, part, parts))
+
+    def num_copies(self, name: str) -> int:
+        """Ranks of tp that make the same part of a value: of few key/value heads."""
+        kv_heads, tp = self.trainer.config.model.num_kv_heads, self.trainer.config.parallel.mesh.tp
+        return tp // kv_heads if name.endswith((".key", ".value")) and kv_heads < tp else 1
 
     def rows(self, microbatch: int) -> slice:
         """The sequences of a microbatch of this rank, by its place on the mesh."""
