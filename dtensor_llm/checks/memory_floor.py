@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from dtensor_llm.config import Config, ModelConfig
-
-BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "bfloat16": 2}
+from dtensor_llm.planner.parameters import element_size
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ def memory_floor(config: Config) -> MemoryFloor:
     train, parallel = config.train, config.parallel
     moments = 2 if train.optimizer == "adamw" else int(train.momentum > 0)
     replicas = config.dp if parallel.zero == 0 else parallel.mesh.dp_replicate
-    element_size = BYTES_OF_DTYPE[train.dtype]
     sequences = min(config.dp * config.micro_batch_size, train.global_batch_size)
     tokens = sequences * config.model.seq_len
     kept = tokens * int(
@@ -54,8 +52,8 @@ def memory_floor(config: Config) -> MemoryFloor:
         parameters=config.model.num_parameters,
         tensors_per_parameter=2 + moments,
         copies=replicas + int(config.run.check_parity),
-        element_size=element_size,
-        activations=kept * element_size,
+        element_size=element_size(config),
+        activations=kept * element_size(config),
     )
 
 
