@@ -26,7 +26,6 @@ from dtensor_llm.mesh import MESH_AXES
 from dtensor_llm.planner.parameters import (
     Group,
     Place,
-    element_size,
     groups,
     is_first,
     is_last,
@@ -63,7 +62,7 @@ def times(count: int, parts: Iterable[Traffic]) -> list[Traffic]:
 def activation(config: Config) -> int:
     """Bytes of b t d, the activations of a microbatch between two blocks."""
     model = config.model
-    return config.micro_batch_size * model.seq_len * model.width * element_size(config)
+    return config.micro_batch_size * model.seq_len * model.width * config.train.element_size
 
 
 def shards_tokens(config: Config) -> bool:
@@ -109,7 +108,7 @@ def vocabulary_parallel_loss(config: Config, place: Place) -> list[Traffic]:
 
     In float32 at least. Backward needs nothing.
     """
-    size = max(4, element_size(config))
+    size = max(4, config.train.element_size)
     token = config.micro_batch_size * config.model.seq_len * size
     parts = [t for n in (1, 2) for t in over(config, "all-reduce", ("tp",), n * token)]
     return times(config.microbatches * is_last(config, place), parts)
@@ -126,7 +125,7 @@ def sequence_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
         for parameter in group.values()
         if parameter.meets_residual
     )
-    return over(config, "all-reduce", ("tp",), elements * element_size(config))
+    return over(config, "all-reduce", ("tp",), elements * config.train.element_size)
 
 
 # --- data parallelism: for every group of parameters, a block or the rest of the stage
@@ -145,7 +144,7 @@ def data_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
 
 def group_bytes(group: Group, config: Config, place: Place) -> int:
     elements = sum(math.prod(tp_shape(p, config, place)) for p in group.values())
-    return elements * element_size(config)
+    return elements * config.train.element_size
 
 
 def zero_weights(config: Config, place: Place) -> list[Traffic]:
@@ -185,7 +184,7 @@ def zero_gradients(config: Config, place: Place) -> list[Traffic]:
 
 def padded_bytes(group: Group, config: Config, place: Place) -> int:
     elements = sum(padded_numel(parameter, config, place) for parameter in group.values())
-    return elements * element_size(config)
+    return elements * config.train.element_size
 
 
 # --- pipeline parallelism
@@ -204,7 +203,7 @@ def tied_gradients(config: Config, place: Place) -> list[Traffic]:
     if not config.model.tied_embeddings or is_first(place) == is_last(config, place):
         return []
     table = other_parameters(config, place)["token_embedding.weight"]
-    own = math.prod(rest_shape(table, config, place)) * element_size(config)
+    own = math.prod(rest_shape(table, config, place)) * config.train.element_size
     return [t for way in ("send", "recv") for t in over(config, way, ("pp",), own)]
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from dtensor_llm.config import Config, ModelConfig
 
-BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "bfloat16": 2}
-
 Shape = tuple[int, ...]
 
 
@@ -42,11 +40,6 @@ class Parameter:
 
 
 Group = Mapping[str, Parameter]
-
-
-def element_size(config: Config) -> int:
-    """Bytes of one element of weights, gradients, optimizer state and activations."""
-    return BYTES_OF_DTYPE[config.train.dtype]
 
 
 def part(size: int, index: int, count: int) -> int:
