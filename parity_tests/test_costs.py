@@ -20,6 +20,9 @@ from parity_tests.harness import LLAMA, SECONDS, batches_for, small_config
 FAMILIES = {"gpt2": {}, "llama": LLAMA}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fused": ("2x1x2", {"fused_qkv": True}),
+    "copied heads": ("4x1x2", {"kv_heads": 2, "micro_batch_size": 2}),
+    "copied heads, one": ("4x2x1", {"kv_heads": 1, "zero": 0}),
     "one rank": ("1x1x1", {}),
     "tp": ("4x1x1", {"sequence_parallel": False}),
     "tp, uneven vocabulary": ("4x1x1", {"vocab_size": 57}),
@@ -130,8 +133,12 @@ def test_one_reduction_a_step_moves_an_eighth() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh", ["2x2x2", "4x1x2", "2x1x4", "dp_replicate=2,dp_shard=2,pp=2"])
 @pytest.mark.parametrize("zero", [0, 3])
-def test_shapes_are_those_of_the_model(mesh: str, zero: int, family: str) -> None:
-    config = small_config(mesh, zero=zero, layers=3, width=48, ffn_width=52, **FAMILIES[family])
+@pytest.mark.parametrize("heads", [{}, {"fused_qkv": True}, {"kv_heads": 1}])
+def test_shapes_are_those_of_the_model(
+    mesh: str, zero: int, family: str, heads: dict[str, Any]
+) -> None:
+    values = FAMILIES[family] | heads
+    config = small_config(mesh, zero=zero, layers=3, width=48, ffn_width=52, **values)
 
     def main(world: World) -> None:
         trainer = Trainer(config, world)

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from dtensor_llm.config import Config
-from dtensor_llm.mesh import MESH_AXES
+from dtensor_llm.mesh import MESH_AXES, TP_COPIES
 from dtensor_llm.planner.parameters import (
     Group,
     Place,
@@ -30,6 +30,7 @@ from dtensor_llm.planner.parameters import (
     is_first,
     is_last,
     num_blocks,
+    num_copies,
     other_parameters,
     padded_numel,
     rest_shape,
@@ -126,6 +127,25 @@ def sequence_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
         if parameter.meets_residual
     )
     return over(config, "all-reduce", ("tp",), elements * config.train.element_size)
+
+
+def copied_gradients(config: Config, place: Place) -> list[Traffic]:
+    """Gradients of key/value heads that tp_copies ranks hold copies of, summed once a step in one
+    buffer. Of each what this rank holds after dp has reduced it."""
+    copied = [
+        parameter
+        for group in groups(config, place)
+        for parameter in group.values()
+        if num_copies(parameter, config) > 1
+    ]
+    if not copied:
+        return []
+    tp, copies = config.parallel.mesh.tp, num_copies(copied[0], config)
+    payload = sum(math.prod(rest_shape(p, config, place)) for p in copied)
+    payload *= config.train.element_size
+    if copies == tp:
+        return over(config, "all-reduce", ("tp",), payload)
+    return [traffic("all-reduce", TP_COPIES, copies, payload)]
 
 
 # --- data parallelism: for every group of parameters, a block or the rest of the stage
@@ -226,6 +246,7 @@ PURPOSES: dict[str, Callable[[Config, Place], list[Traffic]]] = {
     "head, tensor parallel": tensor_parallel_head,
     "loss, vocabulary parallel": vocabulary_parallel_loss,
     "gradients, sequence parallel": sequence_parallel_gradients,
+    "gradients, copied heads": copied_gradients,
     "gradients, data parallel": data_parallel_gradients,
     "weights, ZeRO": zero_weights,
     "gradients, ZeRO": zero_gradients,

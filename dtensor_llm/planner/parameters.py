@@ -32,11 +32,14 @@ class Parameter:
         split: the dim that tp cuts; None where each rank holds the whole.
         meets_residual: it works between the split multiplications, where sequence parallelism
             shards the tokens and so makes its gradient Partial.
+        most_parts: into how many parts tp can cut it at most: with more ranks several hold the
+            same one.
     """
 
     shape: Shape
     split: int | None = None
     meets_residual: bool = False
+    most_parts: int | None = None
 
 
 Group = Mapping[str, Parameter]
@@ -76,13 +79,16 @@ def block_parameters(model: ModelConfig) -> Group:
     d, f, kv = model.width, model.num_ffn, model.num_kv_heads * model.head_size
     found = norm_parameters("attention_norm", model) | norm_parameters("mlp_norm", model)
     columns = {"attention.query": (d, d), "attention.key": (kv, d), "attention.value": (kv, d)}
+    if model.fused_qkv:
+        columns = {"attention.qkv": (d + 2 * kv, d)}
     columns["mlp.up"] = (f, d)
     if model.mlp == "swiglu":
         columns["mlp.gate"] = (f, d)
     for name, shape in columns.items():
-        found[f"{name}.weight"] = Parameter(shape, split=0)
+        heads = model.num_kv_heads if name in ("attention.key", "attention.value") else None
+        found[f"{name}.weight"] = Parameter(shape, split=0, most_parts=heads)
         if model.bias and name != "mlp.gate":
-            found[f"{name}.bias"] = Parameter(shape[:1], split=0)
+            found[f"{name}.bias"] = Parameter(shape[:1], split=0, most_parts=heads)
     for name, shape in {"attention.output": (d, d), "mlp.down": (d, f)}.items():
         found[f"{name}.weight"] = Parameter(shape, split=1)
         if model.bias:
@@ -118,9 +124,16 @@ def tp_shape(parameter: Parameter, config: Config, place: Place) -> Shape:
     """The shape that tensor parallelism leaves to the rank."""
     if parameter.split is None:
         return parameter.shape
-    shape = list(parameter.shape)
-    shape[parameter.split] = part(shape[parameter.split], place.tp, config.parallel.mesh.tp)
+    shape, copies = list(parameter.shape), num_copies(parameter, config)
+    parts = config.parallel.mesh.tp // copies
+    shape[parameter.split] = part(shape[parameter.split], place.tp // copies, parts)
     return tuple(shape)
+
+
+def num_copies(parameter: Parameter, config: Config) -> int:
+    """How many tp ranks hold the same part of a parameter that tp cuts."""
+    tp = config.parallel.mesh.tp
+    return 1 if parameter.most_parts is None else max(1, tp // parameter.most_parts)
 
 
 def shards_weights(config: Config) -> bool:

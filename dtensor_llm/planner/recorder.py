@@ -12,6 +12,7 @@ from types import TracebackType
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtensor_llm.mesh import TP_COPIES
 from dtensor_llm.planner.traffic import Traffic, axis_name, merged, traffic
 from dtensor_llm.worlds.observation import Communication, observed_by
 
@@ -69,4 +70,13 @@ class CommRecorder:
                 ]
                 ranks = self.mesh.mesh[tuple(index)].flatten().tolist()
                 found[tuple(ranks)] = axis_name(spanned, sizes)
-        return found
+        return self._copies | found
+
+    @property
+    def _copies(self) -> dict[tuple[int, ...], str]:
+        """Neighbours on tp that may hold copies of a part: see `mesh.split_tp`."""
+        tp = self.mesh["tp"]
+        ranks = tp.mesh.tolist()
+        counts = [n for n in range(2, tp.size()) if tp.size() % n == 0]
+        starts = {n: tp.get_local_rank() // n * n for n in counts}
+        return {tuple(ranks[start : start + n]): TP_COPIES for n, start in starts.items()}
