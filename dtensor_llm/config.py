@@ -120,6 +120,9 @@ class ModelConfig:
     init_std: float = option(
         0.02, "standard deviation of initial weights, before the cut by depth", minimum=0
     )
+    parallel_block: bool = option(
+        False, "blocks add attention and feed-forward of one norm: x + attention(n) + mlp(n)"
+    )
     fused_qkv: bool = option(False, "one linear for query, key and value, group by group of heads")
 
     @property
@@ -150,7 +153,11 @@ class ModelConfig:
         query, key_value = self.heads * self.head_size, self.num_kv_heads * self.head_size
         weights = d * (2 * query + 2 * key_value) + d * f * (3 if self.mlp == "swiglu" else 2)
         biases = (query + 2 * key_value + d) + (f + d) if self.bias else 0
-        return weights + biases + 2 * self._num_norm_parameters
+        return weights + biases + self.norms_per_block * self._num_norm_parameters
+
+    @property
+    def norms_per_block(self) -> int:
+        return 1 if self.parallel_block else 2
 
     @property
     def num_parameters(self) -> int:

@@ -193,6 +193,38 @@ class Block(nn.Module):
         return x + self.mlp_residual_dropout(self.mlp(self.mlp_norm(x)), samples)
 
 
+class Addition(nn.Module):
+    """Adds what two branches give: a module, so that a strategy can reduce the sum once."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class ParallelBlock(nn.Module):
+    """x + attention(norm(x)) + mlp(norm(x)): one norm, and neither branch waits for the other.
+
+    Paper: Chowdhery et al., PaLM, arXiv 2204.02311, section 2; each branch keeps its dropout.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        site, shape = f"blocks.{layer}", (config.seq_len, config.width)
+        self.norm = make_norm(config)
+        self.attention = Attention(config, f"{site}.attention")
+        self.attention_residual_dropout = Dropout(
+            f"{site}.attention_residual_dropout", config.dropout, shape
+        )
+        self.mlp = MLP(config)
+        self.mlp_residual_dropout = Dropout(f"{site}.mlp_residual_dropout", config.dropout, shape)
+        self.addition = Addition()
+
+    def forward(self, x: Tensor, samples: Tensor) -> Tensor:  # b t d -> b t d
+        normed = self.norm(x)
+        attention = self.attention_residual_dropout(self.attention(normed, samples), samples)
+        mlp = self.mlp_residual_dropout(self.mlp(normed), samples)
+        return x + self.addition(attention, mlp)
+
+
 class GPT(nn.Module):
     """Tokens to logits; or, as a pipeline stage, one part of the way."""
 
@@ -214,7 +246,8 @@ class GPT(nn.Module):
                 "embedding_dropout", config.dropout, (config.seq_len, config.width)
             )
         numbers = range(config.layers) if layers is None else layers
-        self.blocks = nn.ModuleDict({str(number): Block(config, number) for number in numbers})
+        kind = ParallelBlock if config.parallel_block else Block
+        self.blocks = nn.ModuleDict({str(number): kind(config, number) for number in numbers})
         if last:
             self.final_norm = make_norm(config)
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
@@ -257,6 +290,8 @@ class GPT(nn.Module):
     def residual_modules(self) -> list[str]:
         """Name patterns of the modules with weights that work on b t d token by token."""
         names = ["blocks.*.attention_norm", "blocks.*.mlp_norm"]
+        if self.config.parallel_block:
+            names = ["blocks.*.norm"]
         names += ["position_embedding"] * (self.first and self.config.positions == "learned")
         return names + ["final_norm"] * self.last
 

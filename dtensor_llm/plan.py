@@ -173,6 +173,22 @@ class Input(ParallelStyle):
 
 
 @dataclass
+class Output(ParallelStyle):
+    """Redistribute what the module gives out: see `collectives.redistribute`."""
+
+    before: Placement
+    after: Placement
+    gradient: Placement
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def hook(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+            return redistribute(output, device_mesh, self.before, self.after, self.gradient)
+
+        module.register_forward_hook(hook)
+        return module
+
+
+@dataclass
 class Call(ParallelStyle):
     """Tell the module which part it holds: calls its method with the axis' coordinate and size."""
 

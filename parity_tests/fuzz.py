@@ -173,6 +173,7 @@ def draw_model(random: Random, mesh: MeshSizes) -> Values:
         "heads": kv_heads * group,
         "kv_heads": None if group == 1 and random.random() < 0.7 else kv_heads,
         "fused_qkv": kv_heads % tp == 0 and random.random() < 0.4,
+        "parallel_block": random.random() < 0.3,
         "width": width,
         "ffn_width": tp * random.randint(1, max(1, 40 // tp)),
         "layers": mesh.pp + random.choice((0, 1, 2) if mesh.pp > 1 else (0, 1, 1, 2)),

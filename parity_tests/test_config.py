@@ -282,7 +282,7 @@ def test_every_flag_sets_its_field() -> None:
         "--vocab-size 500 --width 96 --heads 6 --kv-heads 2 --layers 6 --seq-len 32 --ffn-width 48 "
         "--norm rmsnorm --positions rope --mlp swiglu --no-bias --no-tied-embeddings "
         "--dropout 0.1 --attention-dropout 0.2 --rope-theta 5e5 --norm-eps 1e-6 --init-std 0.01 "
-        "--fused-qkv "
+        "--fused-qkv --parallel-block "
         "--global-batch-size 32 --micro-batch-size 4 --steps 9 --lr 1e-3 --warmup-steps 2 "
         "--min-lr-ratio 0 --weight-decay 0.2 --clip-grad 0.5 --seed 7 --optimizer sgd "
         "--momentum 0.5 --beta1 0.8 --beta2 0.9 --eps 1e-6 --dtype float64 --eval-every 3 "
@@ -319,6 +319,7 @@ def test_every_flag_sets_its_field() -> None:
         1e-6,
         0.01,
         fused_qkv=True,
+        parallel_block=True,
     )
 
 

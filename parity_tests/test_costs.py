@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dtensor_llm.config import Config
-from dtensor_llm.planner.costs import data_parallel_gradients, step_traffic
+from dtensor_llm.planner.costs import activation, data_parallel_gradients, step_traffic
 from dtensor_llm.planner.parameters import Place, groups, rest_shape
 from dtensor_llm.planner.recorder import CommRecorder
 from dtensor_llm.planner.traffic import Traffic, merged
@@ -21,6 +21,8 @@ FAMILIES = {"gpt2": {}, "llama": LLAMA}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fused": ("2x1x2", {"fused_qkv": True}),
+    "parallel blocks, tp": ("2x1x1", {"parallel_block": True, "sequence_parallel": False}),
+    "parallel blocks": ("2x2x2", {"parallel_block": True}),
     "copied heads": ("4x1x2", {"kv_heads": 2, "micro_batch_size": 2}),
     "copied heads, one": ("4x2x1", {"kv_heads": 1, "zero": 0}),
     "one rank": ("1x1x1", {}),
@@ -114,6 +116,21 @@ def test_processes_and_threads_record_the_same_calls(case: str) -> None:
     assert spawn(size, main, timeout=SECONDS) == record_all(config)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_parallel_blocks_exchange_half_as_often(sequence_parallel: bool) -> None:
+    """Two all-reduces a block and microbatch instead of four, or two pairs: of b t d numbers."""
+    counts = {}
+    for parallel in (False, True):
+        values = {"sequence_parallel": sequence_parallel, "parallel_block": parallel}
+        config = small_config("2x1x1", micro_batch_size=4, **values)
+        whole = activation(config)
+        calls = [call for call in record_all(config)[0].calls if call.payload == whole]
+        # Beyond the blocks: the embedding is left once, the head entered once, there and back.
+        outside = (4 if sequence_parallel else 2) * config.microbatches
+        counts[parallel] = (len(calls) - outside) / config.microbatches / config.model.layers
+    assert counts == {False: 8, True: 4} if sequence_parallel else {False: 4, True: 2}
+
+
 class ReducesEachMicrobatch(Trainer):
     def choose_reduction(self, *, is_last: bool) -> None:  # noqa: ARG002 - that is the point
         super().choose_reduction(is_last=True)
@@ -133,7 +150,9 @@ def test_one_reduction_a_step_moves_an_eighth() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh", ["2x2x2", "4x1x2", "2x1x4", "dp_replicate=2,dp_shard=2,pp=2"])
 @pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("heads", [{}, {"fused_qkv": True}, {"kv_heads": 1}])
+@pytest.mark.parametrize(
+    "heads", [{}, {"fused_qkv": True, "parallel_block": True}, {"kv_heads": 1}]
+)
 def test_shapes_are_those_of_the_model(
     mesh: str, zero: int, family: str, heads: dict[str, Any]
 ) -> None:

@@ -31,6 +31,8 @@ from reference.training import train as train_reference
 CASES = {
     "row_parallel_reduction_dropped": ("forward", "the reduction over tp is missing"),
     "row_bias_added_by_every_rank": ("forward", "the bias counts 2 times"),
+    "parallel_block_reduced_twice": ("forward", "2 times what is right, throughout: tp"),
+    "bias_of_a_parallel_block_on_every_rank": ("gradient", "2 times what is right"),
     "positions_restart_in_every_shard": ("forward", "belongs to tokens 0 to 3, where tokens 4"),
     "fused_weight_split_by_thirds": ("forward", ""),
     "copies_of_heads_dealt_in_turns": ("weight", "belongs to rows"),
@@ -108,6 +110,8 @@ def test_no_divergence_without_a_fault() -> None:
         ("2x2x2", {"dropout": 0.1, **LLAMA}),
         ("4x1x2", {"dropout": 0.1, **LLAMA, "kv_heads": 2}),
         ("2x1x1", {"dropout": 0.1, **LLAMA, "fused_qkv": True}),
+        ("2x1x1", {"dropout": 0.1, "parallel_block": True}),
+        ("2x2x1", {"dropout": 0.1, "parallel_block": True, "sequence_parallel": False}),
         ("2x1x2", {"dropout": 0.1, "tied_embeddings": False, "sequence_parallel": False}),
         ("1x1x1", {"dropout": 0.1, "micro_batch_size": 2, "optimizer": "sgd"}),
     ],

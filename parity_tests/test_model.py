@@ -29,6 +29,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama tied, one key head": LLAMA | {"tied_embeddings": True, "kv_heads": 1},
     "mixed": {"norm": "rmsnorm", "positions": "rope", "kv_heads": 2},
     "llama, other constants": LLAMA | {"rope_theta": 100.0, "norm_eps": 1e-2},
+    "gpt2, parallel blocks": {"parallel_block": True},
+    "llama, parallel blocks": LLAMA | {"parallel_block": True, "fused_qkv": True},
     "gpt2 fused": {"fused_qkv": True},
     "llama fused": LLAMA | {"fused_qkv": True, "kv_heads": 2},
     "mixed otherwise": {"mlp": "swiglu", "norm_eps": 1e-2},

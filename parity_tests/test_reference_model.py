@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
 
 from dtensor_llm import rng
 from reference import random_numbers
@@ -48,6 +55,20 @@ GPT2_BLOCK_NAMES = {
     "mlp_norm": "ln_2",
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
+}
+PHI_NAMES = {
+    "token_embedding": "model.embed_tokens",
+    "final_norm": "model.final_layernorm",
+    "head": "lm_head",
+}
+PHI_BLOCK_NAMES = {
+    "norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.dense",
+    "mlp.up": "mlp.fc1",
+    "mlp.down": "mlp.fc2",
 }
 LLAMA_NAMES = {
     "token_embedding": "model.embed_tokens",
@@ -112,6 +133,16 @@ def as_llama(weights: Weights, layers: int) -> Weights:
     return {names[ours]: w for ours, w in weights.items()}
 
 
+def as_phi(weights: Weights, layers: int) -> Weights:
+    names = dict(PHI_NAMES)
+    for n in range(layers):
+        for ours, name in PHI_BLOCK_NAMES.items():
+            names[f"blocks.{n}.{ours}"] = f"model.layers.{n}.{name}"
+    kinds = {"weight", "bias"}
+    renamed = {f"{ours}.{k}": f"{name}.{k}" for ours, name in names.items() for k in kinds}
+    return {renamed[ours]: w for ours, w in weights.items()}
+
+
 def assert_equal_models(model: Model, theirs: nn.Module, as_theirs: Any) -> None:
     """Same logits, same loss, same gradient of every parameter."""
     theirs.double()
@@ -150,6 +181,13 @@ def test_equals_transformers_gpt2() -> None:
     assert_equal_models(random_model(GPT2), GPT2LMHeadModel(config), as_gpt2)
 
 
+def no_lower_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cast to float32 in norm, softmax and angles, which float64 would lose 1e-7 to."""
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("rope_theta", [10000.0, 500000.0])
 def test_equals_transformers_llama(
@@ -169,11 +207,39 @@ def test_equals_transformers_llama(
         tie_word_embeddings=False,
         attn_implementation="eager",
     )
-    # Llama casts to float32 in its norm, softmax and angles, which float64 would lose 1e-7 to.
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    monkeypatch.setattr(torch, "float", torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    no_lower_precision(monkeypatch)
     assert_equal_models(random_model(options), LlamaForCausalLM(config), as_llama)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_parallel_blocks_equal_transformers_phi(
+    kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Phi has PaLM's block, of one norm, with GPT-2's LayerNorm, GELU and biases."""
+    changes = {"kv_heads": kv_heads, "norm": "layernorm", "mlp": "gelu", "bias": True}
+    options = ModelOptions(**{**vars(LLAMA), **changes, "parallel_block": True})
+    config = PhiConfig(
+        vocab_size=options.vocab_size,
+        hidden_size=options.width,
+        num_attention_heads=options.heads,
+        num_key_value_heads=kv_heads,
+        num_hidden_layers=options.layers,
+        intermediate_size=options.num_ffn,
+        max_position_embeddings=options.seq_len,
+        layer_norm_eps=options.norm_eps,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": options.rope_theta,
+            "partial_rotary_factor": 1.0,
+        },
+        hidden_act="gelu_new",
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+    )
+    no_lower_precision(monkeypatch)
+    theirs = PhiForCausalLM(config)
+    theirs.lm_head.bias = None
+    assert_equal_models(random_model(options), theirs, as_phi)
 
 
 def test_names_and_shapes_of_gpt2() -> None:

@@ -32,7 +32,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ffn_width": 32,
         "bias": False,
     },
-    "gpt2 fused": {"fused_qkv": True, "bias": True},
+    "gpt2 fused": {"fused_qkv": True},
+    "gpt2, parallel blocks": {"parallel_block": True},
 }
 STRATEGIES: dict[str, Strategy] = {
     "tp2": partial(tensor_parallel.loss_and_gradients, tp=2),

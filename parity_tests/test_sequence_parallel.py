@@ -30,6 +30,14 @@ def test_equals_its_reference(tp: int, family: dict[str, object]) -> None:
     assert report.passed, report
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_parallel_blocks_equal_their_reference(tp: int, family: dict[str, object]) -> None:
+    config = small_config(f"{tp}x1x1", dropout=0.1, parallel_block=True, **family)
+    report = strategy_parity(config, partial(reference.loss_and_gradients, tp=tp))
+    assert report.passed, report
+
+
 @pytest.mark.parametrize("mesh", ["2x1x1", "8x1x1", "2x1x2", "2x2x1"])
 def test_equals_one_device(mesh: str) -> None:
     report = parity(small_config(mesh, dropout=0.1))

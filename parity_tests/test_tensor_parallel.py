@@ -83,6 +83,24 @@ def test_parts_of_the_fused_weight_in_a_row_are_the_weight_of_one_device(
         assert torch.cat([part, second[name]]).equal(whole[name]), name
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_parallel_blocks_equal_their_reference(tp: int, family: dict[str, object]) -> None:
+    options = {"sequence_parallel": False, "parallel_block": True, "dropout": 0.1}
+    config = small_config(f"{tp}x1x1", **options, **family)
+    report = strategy_parity(config, partial(reference.loss_and_gradients, tp=tp))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("mesh", ["4x1x2", "2x2x2"])
+@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_parallel_blocks_equal_one_device(family: dict[str, object], mesh: str, tied: bool) -> None:
+    options = {"sequence_parallel": mesh == "4x1x2", "parallel_block": True, "dropout": 0.1}
+    report = parity(small_config(mesh, **family | options | {"tied_embeddings": tied}))
+    assert report.passed, report
+
+
 def test_local_modules_equal_torchs_own_styles() -> None:
     """Column then row here, ColwiseParallel then RowwiseParallel there: the same numbers."""
 

@@ -10,7 +10,8 @@ over many elements (norms, the loss) are taken in float32.
 
 Papers: Radford et al., "Language models are unsupervised multitask learners", 2019 (GPT-2);
 Touvron et al., arXiv 2302.13971 (Llama); Su et al., arXiv 2104.09864 (RoPE); Shazeer, arXiv
-2002.05202 (SwiGLU); Ainslie et al., arXiv 2305.13245 (grouped-query attention).
+2002.05202 (SwiGLU); Ainslie et al., arXiv 2305.13245 (grouped-query attention); Chowdhery et al.,
+PaLM, arXiv 2204.02311 (parallel blocks).
 """
 
 from collections.abc import Callable, Iterator
@@ -54,6 +55,7 @@ class ModelOptions:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     init_std: float = 0.02
+    parallel_block: bool = False
 
     @property
     def num_kv_heads(self) -> int:
@@ -200,6 +202,8 @@ def block(
     weights: Weights, index: int, x: Tensor, options: ModelOptions, dropout: Dropout | None
 ) -> Tensor:
     """x + attention, then x + feed-forward network, each on a normed x. b t d to b t d."""
+    if options.parallel_block:
+        return parallel_block(weights, index, x, options, dropout)
     name = f"blocks.{index}"
     x = seen(f"{name}.input", x)
     normed = norm(weights, f"{name}.attention_norm", x, options)
@@ -211,6 +215,23 @@ def block(
     hidden = seen(f"{name}.mlp.down.input", mlp_hidden(weights, f"{name}.mlp", normed, options))
     y = seen(f"{name}.mlp", linear(weights, f"{name}.mlp.down", hidden))
     return seen(name, x + drop(y, f"{name}.mlp_residual_dropout", options.dropout, dropout))
+
+
+def parallel_block(
+    weights: Weights, index: int, x: Tensor, options: ModelOptions, dropout: Dropout | None
+) -> Tensor:
+    """x + attention + feed-forward network, both on the same normed x (PaLM, section 2)."""
+    name = f"blocks.{index}"
+    x = seen(f"{name}.input", x)
+    normed = norm(weights, f"{name}.norm", x, options)
+    heads = attention_heads(weights, f"{name}.attention", normed, options, dropout)
+    heads = seen(f"{name}.attention.output.input", heads)
+    hidden = seen(f"{name}.mlp.down.input", mlp_hidden(weights, f"{name}.mlp", normed, options))
+    y = seen(f"{name}.attention", linear(weights, f"{name}.attention.output", heads))
+    z = seen(f"{name}.mlp", linear(weights, f"{name}.mlp.down", hidden))
+    y = drop(y, f"{name}.attention_residual_dropout", options.dropout, dropout)
+    z = drop(z, f"{name}.mlp_residual_dropout", options.dropout, dropout)
+    return seen(name, x + seen(f"{name}.addition", y + z))
 
 
 def head(weights: Weights, x: Tensor, options: ModelOptions) -> Tensor:
@@ -333,11 +354,11 @@ def _block_shapes(options: ModelOptions) -> dict[str, tuple[int, ...]]:
     }
     if options.fused_qkv:
         projections = {"attention.qkv": (query + 2 * key_value, d)}
+    norms: dict[str, tuple[int, ...]] = {"attention_norm": (d,), "mlp_norm": (d,)}
     return {
-        "attention_norm": (d,),
+        **({"norm": (d,)} if options.parallel_block else norms),
         **projections,
         "attention.output": (d, options.heads * k),
-        "mlp_norm": (d,),
         **gate,
         "mlp.up": (f, d),
         "mlp.down": (d, f),

@@ -20,6 +20,7 @@ Paper: Korthikanti et al., "Reducing activation recomputation", arXiv 2205.05198
 
     all-gather, reduce-scatter of b t d on tp     forward: 2 a layer + 1 of each
                                                   backward: the same, each the other's transpose
+                                                  parallel blocks: 1 a layer
     all-reduce of d on tp                         one for each weight of the partial kind, per step
 """
 
@@ -42,6 +43,8 @@ from reference.tensor_parallel import (
     head,
     join_gradients,
     loss_sum,
+    parallel_block_biases,
+    parallel_block_parts,
     row_parallel_parts,
     split_weights,
 )
@@ -107,6 +110,8 @@ def embed(
 def block(
     ranks: Ranks, index: int, shards: list[Tensor], options: ModelOptions, dropout: Dropout | None
 ) -> list[Tensor]:
+    if options.parallel_block:
+        return parallel_block(ranks, index, shards, options, dropout)
     tp, name = len(ranks), f"blocks.{index}"
     whole = all_gather(norms(ranks, f"{name}.attention_norm", shards, options))
     heads = [
@@ -121,6 +126,21 @@ def block(
     ]  # b t f/tp
     ys = row_parallel(ranks, f"{name}.mlp.down", hidden)
     return add_dropped(shards, ys, f"{name}.mlp_residual_dropout", options, dropout)
+
+
+def parallel_block(
+    ranks: Ranks, index: int, shards: list[Tensor], options: ModelOptions, dropout: Dropout | None
+) -> list[Tensor]:
+    """One gather and one scatter for attention and feed-forward network together."""
+    whole = all_gather(norms(ranks, f"blocks.{index}.norm", shards, options))
+    ys = reduce_scatter(parallel_block_parts(ranks, index, whole, options, dropout))
+    for rank, own in enumerate(ranks):
+        for bias, site in parallel_block_biases(own, index):
+            part = (rank, len(ranks))
+            ys[rank] = ys[rank] + drop(
+                bias.expand_as(ys[rank]), site, options.dropout, dropout, part
+            )
+    return [x + y for x, y in zip(shards, ys, strict=True)]
 
 
 def norms(ranks: Ranks, name: str, shards: list[Tensor], options: ModelOptions) -> list[Tensor]:

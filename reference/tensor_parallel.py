@@ -18,6 +18,7 @@ Paper: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 and figure 3 (
     their biases, norms, positions       whole               whole
 
     all-reduce of b t d on tp            forward: 1 + 2 a layer (g); backward: 2 a layer + 1 (f)
+                                         parallel blocks: 1 a layer each way
     all-reduce of the copied gradients   once a step, among the ranks that hold the same head
     all-reduce of b t on tp              forward: 3 (largest logit, sum of exponentials, label's)
 
@@ -172,6 +173,8 @@ def embedding_parts(ranks: Ranks, tokens: Tensor) -> list[Tensor]:
 def block(
     ranks: Ranks, index: int, x: Tensor, options: ModelOptions, dropout: Dropout | None
 ) -> Tensor:
+    if options.parallel_block:
+        return parallel_block(ranks, index, x, options, dropout)
     tp, name = len(ranks), f"blocks.{index}"
     copies = f(norm(ranks[0], f"{name}.attention_norm", x, options), tp)
     heads = [
@@ -187,6 +190,50 @@ def block(
     ]  # b t f/tp
     y = row_parallel(ranks, f"{name}.mlp.down", hidden)
     return x + drop(y, f"{name}.mlp_residual_dropout", options.dropout, dropout)
+
+
+def parallel_block(
+    ranks: Ranks, index: int, x: Tensor, options: ModelOptions, dropout: Dropout | None
+) -> Tensor:
+    """One f and one g for attention and feed-forward network together."""
+    copies = f(norm(ranks[0], f"blocks.{index}.norm", x, options), len(ranks))
+    y = g(parallel_block_parts(ranks, index, copies, options, dropout))
+    for bias, site in parallel_block_biases(ranks[0], index):
+        y = y + drop(bias.expand_as(y), site, options.dropout, dropout)
+    return x + y
+
+
+def parallel_block_parts(
+    ranks: Ranks,
+    index: int,
+    copies: list[Tensor],
+    options: ModelOptions,
+    dropout: Dropout | None,
+) -> list[Tensor]:
+    """Each rank's part of attention plus feed-forward network, b t d, without the biases.
+
+    Dropout is linear: the mask of a sum may fall on each of its terms.
+    """
+    tp, name = len(ranks), f"blocks.{index}"
+    parts = []
+    for rank, (own, x) in enumerate(zip(ranks, copies, strict=True)):
+        heads = attention_heads(own, f"{name}.attention", x, options, dropout, part=(rank, tp))
+        y = F.linear(heads, own[f"{name}.attention.output.weight"])
+        z = F.linear(mlp_hidden(own, f"{name}.mlp", x, options), own[f"{name}.mlp.down.weight"])
+        y = drop(y, f"{name}.attention_residual_dropout", options.dropout, dropout)
+        parts.append(y + drop(z, f"{name}.mlp_residual_dropout", options.dropout, dropout))
+    return parts
+
+
+def parallel_block_biases(own: Weights, index: int) -> list[tuple[Tensor, str]]:
+    """Each with the dropout that it meets; none where the model has none."""
+    name = f"blocks.{index}"
+    sites = {"attention.output": "attention_residual_dropout", "mlp.down": "mlp_residual_dropout"}
+    return [
+        (own[f"{name}.{module}.bias"], f"{name}.{site}")
+        for module, site in sites.items()
+        if f"{name}.{module}.bias" in own
+    ]
 
 
 def row_parallel(ranks: Ranks, name: str, parts: list[Tensor]) -> Tensor:

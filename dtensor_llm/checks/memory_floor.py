@@ -72,7 +72,7 @@ def _in_flight(config: Config) -> Fraction:
 def _kept_per_token_and_block(model: ModelConfig) -> int:
     """Elements per token that the backward pass of one block needs.
 
-    Inputs of the two norms and of the linears behind them, query, key, value and attention output,
+    Inputs of the norms and of the linears behind them, query, key, value and attention output,
     and the feed-forward part: up and its GELU, or gate, its SiLU, up and the product. The counting
     of Korthikanti et al., arXiv 2205.05198, section 4.1, without what fused attention avoids.
     """
@@ -80,4 +80,4 @@ def _kept_per_token_and_block(model: ModelConfig) -> int:
     if model.attention_dropout_rate > 0:
         attention += model.heads * model.seq_len
     feed_forward = (4 if model.mlp == "swiglu" else 2) * model.num_ffn
-    return 4 * model.width + attention + feed_forward
+    return 2 * model.norms_per_block * model.width + attention + feed_forward

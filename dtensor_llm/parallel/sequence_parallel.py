@@ -14,10 +14,12 @@ Paper: Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 | attention_norm, mlp_norm, final_norm  | Replicate    | Partial  | Shard(1)    |
 | position_embedding                    | Replicate    | Partial  | Shard(1)    |
 | residual and embedding dropout        |              |          | Shard(1)    |
+| norm of a parallel block              | Replicate    | Partial  | Shard(1)    |
 
 Comm, for each block, b t d numbers each time: forward two all-gathers and two reduce-scatters,
-backward the same (`tensor_parallel` with residual Shard(1)). The Partial gradients are summed once
-a step, in one buffer, after data parallelism has reduced them.
+backward the same; half as many with parallel blocks (`tensor_parallel` with residual Shard(1)). The
+Partial gradients are summed once a step, in one buffer, after data parallelism has reduced them. A
+parallel block reduces after dropout, so there each rank draws the masks of all tokens.
 
 What divides by tp is what lies between the multiplications; the gathered inputs of query, key,
 value, gate and up are kept whole for the backward pass (the paper gathers them again).
@@ -42,8 +44,9 @@ def plan(model: GPT) -> Plan:
     norm = LocalModule(Replicate(), gradients=Partial())
     own_tokens = Call("shard", (0,))
     table: list[tuple[str, ParallelStyle]] = [(name, norm) for name in model.residual_modules()]
-    table += [("blocks.*.attention_residual_dropout", own_tokens)]
-    table += [("blocks.*.mlp_residual_dropout", own_tokens)]
+    if not model.config.parallel_block:  # there dropout comes before the sum, on all tokens
+        table += [("blocks.*.attention_residual_dropout", own_tokens)]
+        table += [("blocks.*.mlp_residual_dropout", own_tokens)]
     if model.first:
         table += [("embedding_dropout", own_tokens)]
         table += [("position_embedding", Call("shard"))] * (model.config.positions == "learned")

@@ -16,6 +16,7 @@ Paper: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3. The functions f
 | qkv (--fused-qkv)            | Shard(0) | Shard(0)  | Replicate      | Shard(2)              |
 | key, value, g < tp           | copies   | copies    | Replicate      | Shard(2), in copies   |
 | output, down                 | Shard(1) | Replicate | Shard(2)       | Partial -> residual   |
+| ... of a parallel block      | Shard(1) | Replicate | Shard(2)       | Partial               |
 | head                         | Shard(0) |           | Replicate      | Shard(2), to the loss |
 | norms, positions             | Replicate| Replicate | residual       | residual              |
 
@@ -29,8 +30,10 @@ summed over tp_copies once a step, in one buffer (`reduce_copied_gradients`).
 
 `residual` is the placement of activations between these: Replicate, or Shard(1) when
 `sequence_parallel` shards tokens there. Comm, for each block, b t d numbers each time: forward two
-all-reduces, backward two (residual Replicate). A step: one all-reduce over tp_copies of what a rank
-holds of the copied weights, if any.
+all-reduces, backward two (residual Replicate); with parallel blocks one and one, since the parts of
+attention and MLP are added before the reduction, after each has met its dropout. A step: one
+all-reduce over tp_copies of what a rank holds of the copied weights, if any; with parallel blocks
+one over tp of the row-parallel biases, which only the first rank uses.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,6 +55,7 @@ from dtensor_llm.plan import (
     ComputesOnLocalTensors,
     Input,
     LocalModule,
+    Output,
     Plan,
     own_part,
     partial_gradients,
@@ -68,6 +72,18 @@ class RowParallel(ComputesOnLocalTensors):
         y = F.linear(x, self.local("weight"))
         y = redistribute(y, self.mesh, Partial(), self.residual, self.residual)
         return y if self._parameters["bias"] is None else y + self.local("bias")
+
+
+class RowPart(ComputesOnLocalTensors):
+    """b t f/tp -> b t d, a part of the sum over the ranks; the first rank's has the bias, once."""
+
+    bias_share: float  # 1 on the first rank, else 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.local("weight"))
+        if self._parameters["bias"] is None:
+            return y
+        return y + self.local("bias") * self.bias_share
 
 
 class VocabularyParallel(ComputesOnLocalTensors):
@@ -87,37 +103,61 @@ class VocabularyParallel(ComputesOnLocalTensors):
 
 def plan(model: GPT, mesh: DeviceMesh, residual: Placement) -> Plan:
     """The table above, for what `model` holds, but for its last row."""
-    exits = {"mesh": mesh, "residual": residual}
-    column = LocalModule(Shard(0))
+    column, parallel = LocalModule(Shard(0)), model.config.parallel_block
     key_value = column
     if model.config.num_kv_heads < mesh.size():
         both = split_tp(mesh, model.config.num_kv_heads)
         key_value = LocalModule((Shard(0), Replicate()), (Shard(0), Partial()), both)
-    row = LocalModule(
-        {"weight": Shard(1), "bias": Replicate()},
-        # With tokens sharded, each rank adds the bias to its own tokens only.
-        gradients={"bias": Partial() if residual.is_shard() else Replicate()},
-        mixin=RowParallel,
-        attributes=exits,
-    )
-    enter = Input(residual, Replicate(), Partial())
     copied = [] if model.config.fused_qkv else ["attention.key", "attention.value"]
     columns = ["attention.qkv" if model.config.fused_qkv else "attention.query", "mlp.up"]
     columns += ["mlp.gate"] if model.config.mlp == "swiglu" else []
     table: list[tuple[str, ParallelStyle]] = []
     if model.first:
         first_row, _ = own_part(model.config.vocab_size, mesh)
-        vocabulary = exits | {"first_row": first_row}
+        vocabulary = {"mesh": mesh, "residual": residual, "first_row": first_row}
         embedding = LocalModule(Shard(0), mixin=VocabularyParallel, attributes=vocabulary)
         table += [("token_embedding", embedding)]
-    table += [("blocks.*.attention", enter), ("blocks.*.mlp", enter)]
     table += [(f"blocks.*.{name}", column) for name in columns]
     table += [(f"blocks.*.{name}", key_value) for name in copied]
-    table += [("blocks.*.attention.output", row), ("blocks.*.mlp.down", row)]
     table += [("blocks.*.attention.dropout", Call("shard", (0,)))]
+    table += ends_of_parallel_blocks(mesh, residual) if parallel else ends_of_blocks(mesh, residual)
     if model.last:
-        table += [("head", enter), ("head", column)]
+        table += [("head", Input(residual, Replicate(), Partial())), ("head", column)]
     return table
+
+
+def ends_of_blocks(mesh: DeviceMesh, residual: Placement) -> Plan:
+    """Where attention and MLP are entered and left: each with an exchange of its own."""
+    enter = Input(residual, Replicate(), Partial())
+    row = LocalModule(
+        {"weight": Shard(1), "bias": Replicate()},
+        # With tokens sharded, each rank adds the bias to its own tokens only.
+        gradients={"bias": Partial() if residual.is_shard() else Replicate()},
+        mixin=RowParallel,
+        attributes={"mesh": mesh, "residual": residual},
+    )
+    return [
+        ("blocks.*.attention", enter),
+        ("blocks.*.mlp", enter),
+        ("blocks.*.attention.output", row),
+        ("blocks.*.mlp.down", row),
+    ]
+
+
+def ends_of_parallel_blocks(mesh: DeviceMesh, residual: Placement) -> Plan:
+    """One exchange for both: what the norm gives is for both, and their parts are added first."""
+    row = LocalModule(
+        {"weight": Shard(1), "bias": Replicate()},
+        gradients={"bias": Partial()},  # whole on the first rank, zero on the others
+        mixin=RowPart,
+        attributes={"bias_share": float(mesh.get_local_rank() == 0)},
+    )
+    return [
+        ("blocks.*.attention.output", row),
+        ("blocks.*.mlp.down", row),
+        ("blocks.*.norm", Output(residual, Replicate(), Partial())),
+        ("blocks.*.addition", Output(Partial(), residual, residual)),
+    ]
 
 
 def replicated_plan(model: GPT) -> Plan:

@@ -6,6 +6,7 @@ residual stream; a rank's stage has L blocks. A step moves four kinds of things:
 | what                    | over     | operations of a rank                       | payload       |
 |-------------------------|----------|--------------------------------------------|---------------|
 | activations             | tp       | 4 m L all-reduces, or 4 m L pairs          | b t d         |
+| ... of parallel blocks  | tp       | 2 m L all-reduces, or 2 m L pairs          | b t d         |
 | ... of neighbour stages | pp       | m sent and m received, for each neighbour  | b t d, t / tp |
 | gradients, ZeRO 0       | dp       | 1 all-reduce for each block, and the rest  | the block     |
 | weights, ZeRO 3         | dp_shard | 2 m all-gathers for each block, m the rest | the block     |
@@ -89,8 +90,9 @@ def leave(config: Config) -> list[Traffic]:
 
 
 def tensor_parallel_blocks(config: Config, place: Place) -> list[Traffic]:
-    """Attention and MLP each enter and leave: four all-reduces a block, or four pairs."""
-    block = 2 * (enter(config) + leave(config))
+    """Attention and MLP each enter and leave: four all-reduces a block, or four pairs. Those of a
+    parallel block do so together: half as many."""
+    block = config.model.norms_per_block * (enter(config) + leave(config))
     return times(config.microbatches * num_blocks(config, place), block)
 
 
@@ -117,15 +119,16 @@ def vocabulary_parallel_loss(config: Config, place: Place) -> list[Traffic]:
 
 def sequence_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
     """Gradients that are Partial over tp, summed once a step in one buffer: norms, positions and
-    the biases that are added after a sum. Of each what this rank holds after dp has reduced it."""
-    if not shards_tokens(config):
-        return []
+    the biases that are added after a sum, or in parallel blocks to the first rank's part, also
+    where tokens are not sharded. Of each what this rank holds after dp has reduced it."""
     elements = sum(
         math.prod(rest_shape(parameter, config, place))
         for group in groups(config, place)
         for parameter in group.values()
-        if parameter.meets_residual
+        if (parameter.meets_residual if shards_tokens(config) else parameter.on_first_rank)
     )
+    if elements == 0:
+        return []
     return over(config, "all-reduce", ("tp",), elements * config.train.element_size)
 
 

@@ -34,12 +34,14 @@ class Parameter:
             shards the tokens and so makes its gradient Partial.
         most_parts: into how many parts tp can cut it at most: with more ranks several hold the
             same one.
+        on_first_rank: only the first tp rank uses it, so that it counts once in a sum.
     """
 
     shape: Shape
     split: int | None = None
     meets_residual: bool = False
     most_parts: int | None = None
+    on_first_rank: bool = False
 
 
 Group = Mapping[str, Parameter]
@@ -77,7 +79,9 @@ def groups(config: Config, place: Place) -> list[Group]:
 def block_parameters(model: ModelConfig) -> Group:
     """Those of one block."""
     d, f, kv = model.width, model.num_ffn, model.num_kv_heads * model.head_size
-    found = norm_parameters("attention_norm", model) | norm_parameters("mlp_norm", model)
+    found: dict[str, Parameter] = {}
+    for name in ["norm"] if model.parallel_block else ["attention_norm", "mlp_norm"]:
+        found |= norm_parameters(name, model)
     columns = {"attention.query": (d, d), "attention.key": (kv, d), "attention.value": (kv, d)}
     if model.fused_qkv:
         columns = {"attention.qkv": (d + 2 * kv, d)}
@@ -92,7 +96,9 @@ def block_parameters(model: ModelConfig) -> Group:
     for name, shape in {"attention.output": (d, d), "mlp.down": (d, f)}.items():
         found[f"{name}.weight"] = Parameter(shape, split=1)
         if model.bias:
-            found[f"{name}.bias"] = Parameter((d,), meets_residual=True)
+            found[f"{name}.bias"] = Parameter(
+                (d,), meets_residual=True, on_first_rank=model.parallel_block
+            )
     return found
 
 

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Replicate
 
 from dtensor_llm import initialize, loss, model
 from dtensor_llm.collectives import redistribute
 from dtensor_llm.mesh import TP_COPIES, TP_HEADS
 from dtensor_llm.model import GPT, MLP, Attention, LearnedPositions
 from dtensor_llm.parallel import pipeline_parallel, sequence_parallel, tensor_parallel
-from dtensor_llm.parallel.tensor_parallel import RowParallel, VocabularyParallel
+from dtensor_llm.parallel.tensor_parallel import RowParallel, RowPart, VocabularyParallel
 from dtensor_llm.plan import Call
 from parity_tests.faults.fault import fault
 
@@ -80,6 +80,46 @@ def row_bias_added_by_every_rank() -> Iterator[None]:
         return redistribute(y, self.mesh, Partial(), self.residual, self.residual)
 
     with patch.object(RowParallel, "forward", wrong):
+        yield
+
+
+@planted(
+    "tensor_parallel",
+    "2x1x1",
+    "loss",
+    sabotaged="blocks.0 or blocks.0.addition",
+    symptom="Blocks add tp times what they should: training works, with a larger loss at first.",
+    sequence_parallel=False,
+    parallel_block=True,
+)
+def parallel_block_reduced_twice() -> Iterator[None]:
+    """The branches of a parallel block reduce as ever, and their sum is reduced once more."""
+
+    def wrong(self: RowPart, x: Tensor) -> Tensor:
+        mesh, whole = self.__dict__["_parameters"]["weight"].device_mesh, Replicate()
+        y = redistribute(F.linear(x, self.local("weight")), mesh, Partial(), whole, whole)
+        bias = self.local("bias")
+        return y if bias is None else y + bias * self.bias_share
+
+    with patch.object(RowPart, "forward", wrong):
+        yield
+
+
+@planted(
+    "tensor_parallel",
+    "2x1x1",
+    "loss",
+    sabotaged="*.output.bias or *.down.bias",
+    symptom="Nothing at the first step, as biases start at zero; then biases count tp times.",
+    parallel_block=True,
+)
+def bias_of_a_parallel_block_on_every_rank() -> Iterator[None]:
+    """Every rank adds the row-parallel biases to its part of a parallel block's sum."""
+
+    def wrong(self: RowPart, x: Tensor) -> Tensor:
+        return F.linear(x, self.local("weight"), self.local("bias"))
+
+    with patch.object(RowPart, "forward", wrong):
         yield
 
 

@@ -19,6 +19,14 @@ from dtensor_llm.plan import chunk, local_slice
 from dtensor_llm.train import DATA_AXES, Trainer
 
 TOLERANCE = 1e-9  # of the largest entry, in float64, where rounding gives 1e-13: beyond is a bug
+PARTS_OF_PARALLEL_BLOCKS = (
+    ".attention",
+    ".attention.output",
+    ".attention_residual_dropout",
+    ".mlp",
+    ".mlp.down",
+    ".mlp_residual_dropout",
+)
 NOT_MODULES = ("tokens", "labels", "loss")
 
 
@@ -141,8 +149,8 @@ class Search:
 
     def spots_of_pass(self, phase: str, names: Sequence[str]) -> Iterator[Spot]:
         for position, name in enumerate(names):
-            if phase == "backward" and self.num_copies(name) > 1:
-                continue  # each copy has the gradient of its own query heads: a part of the sum
+            if self.is_part_of_a_sum(name, phase):
+                continue
             what = "" if name in NOT_MODULES else "input" if name.endswith(INPUT) else "output"
             if name in self.observed.modules:
                 for microbatch in range(self.trainer.config.microbatches):
@@ -256,6 +264,20 @@ class Search:
         parts = self.trainer.config.parallel.mesh.tp // copies
         part = self.trainer.mesh.get_local_rank("tp") // copies
         return Part(found, whole, place_of(found.shape, whole.shape, rows, part, parts))
+
+    def is_part_of_a_sum(self, name: str, phase: str) -> bool:
+        """Whether the tp ranks hold parts that are summed later, so that no rank's is the value.
+
+        Copies of a key/value head have the gradients of their own query heads. A parallel block
+        reduces the sum of its branches, and the gradient of their common input.
+        """
+        config = self.trainer.config
+        if phase == "backward" and self.num_copies(name) > 1:
+            return True
+        if config.parallel.mesh.tp == 1 or not config.model.parallel_block:
+            return False
+        before_the_sum = name.endswith(PARTS_OF_PARALLEL_BLOCKS)
+        return before_the_sum if phase == "forward" else name.endswith(".norm")
 
     def num_copies(self, name: str) -> int:
         """Ranks of tp that make the same part of a value: of few key/value heads."""
