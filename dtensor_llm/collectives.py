@@ -83,6 +83,56 @@ def move(x: Tensor, group: dist.ProcessGroup, before: Placement, after: Placemen
     return torch.cat(parts.chunk(group.size()), dim=before.dim)
 
 
+class GatheredAgain:
+    """A gathered tensor that the backward pass gathers anew, once for all who saved a view of it.
+
+    `pack` and `unpack` are for `torch.autograd.graph.saved_tensors_hooks`; `start` sends the shard
+    on its way, so that the gather runs beside the computation until the first `unpack` waits.
+
+    Comm: one all-gather.
+    """
+
+    def __init__(self, shard: Tensor, whole: Tensor, group: dist.ProcessGroup, dim: int) -> None:
+        """`whole` is what `shard`, a dim `dim` in parts, was gathered to; it is not kept."""
+        self.shard, self.group, self.dim = shard.detach().contiguous(), group, dim
+        self.address = whole.untyped_storage().data_ptr()
+        self.work: dist.Work | None = None
+        self.parts: Tensor | None = None
+        self.whole: Tensor | None = None
+
+    def pack(self, x: Tensor) -> Tensor | tuple["GatheredAgain", Tensor]:
+        """A view of the whole tensor gives way to its shape alone; all else is kept."""
+        if x.untyped_storage().data_ptr() != self.address:
+            return x
+        shape = torch.empty((), device="meta").as_strided(x.shape, x.stride(), x.storage_offset())
+        return self, shape
+
+    def start(self, *_: Tensor) -> None:
+        """Begin to gather; does not wait."""
+        shape = self.shard.shape
+        self.parts = self.shard.new_empty(self.group.size() * shape[0], *shape[1:])
+        self.work = dist.all_gather_single(self.parts, self.shard, group=self.group, async_op=True)
+
+    def gathered(self) -> Tensor:
+        """The whole tensor, after waiting for it."""
+        if self.whole is None:
+            if self.work is None:
+                self.start()
+            assert self.work is not None and self.parts is not None
+            self.work.wait()
+            self.whole = torch.cat(self.parts.chunk(self.group.size()), dim=self.dim)
+            self.parts = None
+        return self.whole
+
+
+def unpack(packed: Tensor | tuple[GatheredAgain, Tensor]) -> Tensor:
+    """What `GatheredAgain.pack` was given."""
+    if isinstance(packed, Tensor):
+        return packed
+    again, view = packed
+    return again.gathered().as_strided(view.shape, view.stride(), view.storage_offset())
+
+
 def sum_in_one_buffer(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Sum the tensors over the group, in place.
 

@@ -288,6 +288,10 @@ class ParallelConfig:
     )
     schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
     sequence_parallel: bool = option(True, "shard norms and dropout on tokens over the tp ranks")
+    gather_again: bool = option(
+        False,
+        "with tokens sharded over tp: gather them once more in the backward pass, and keep shards",
+    )
 
 
 @dataclass(frozen=True)

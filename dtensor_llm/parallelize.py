@@ -102,7 +102,8 @@ def apply_tensor_parallel(config: Config, model: GPT, mesh: DeviceMesh) -> None:
     shard_tokens = config.parallel.sequence_parallel
     residual = sequence_parallel.RESIDUAL if shard_tokens else Replicate()
     between = sequence_parallel.plan if shard_tokens else tensor_parallel.replicated_plan
-    apply_plan(model, mesh, tensor_parallel.plan(model, mesh, residual))
+    again = shard_tokens and config.parallel.gather_again
+    apply_plan(model, mesh, tensor_parallel.plan(model, mesh, residual, gather_again=again))
     apply_plan(model, mesh, between(model))
 
 

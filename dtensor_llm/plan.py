@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from dtensor_llm.collectives import redistribute
+from dtensor_llm.collectives import GatheredAgain, redistribute, unpack
 
 Placements = Placement | tuple[Placement, ...]  # of a mesh of one axis, or of each of its axes
 Plan = Sequence[tuple[str, ParallelStyle]]  # (module name pattern, style), applied in order
@@ -185,6 +186,48 @@ class Output(ParallelStyle):
             return redistribute(output, device_mesh, self.before, self.after, self.gradient)
 
         module.register_forward_hook(hook)
+        return module
+
+
+@dataclass
+class GatherAgain(ParallelStyle):
+    """Gather what `source` of the module gives out, and not keep it: see `GatheredAgain`.
+
+    Whoever saves a view of it inside the module's forward, as all linears do that share it, saves
+    the shard in its place. The second gather begins when the module's backward does. `source` is a
+    submodule's name, or empty for the module's own first argument; `before` is its placement.
+    """
+
+    before: Shard
+    source: str = ""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        again: GatheredAgain | None = None
+
+        def gather(shard: Tensor) -> Tensor:
+            nonlocal again
+            whole = redistribute(shard, device_mesh, self.before, Replicate(), Partial())
+            again = GatheredAgain(shard, whole, device_mesh.get_group(), self.before.dim)
+            return whole
+
+        def pack(x: Tensor) -> Any:
+            return x if again is None else again.pack(x)
+
+        def forward(x: Tensor, *args: Any) -> Tensor:
+            nonlocal again
+            with saved_tensors_hooks(pack, unpack):
+                given = x if self.source else gather(x)
+                output = type(module).forward(module, given, *args)
+            if output.requires_grad and again is not None:
+                output.register_hook(again.start)
+            again = None
+            return output
+
+        if self.source:
+            module.get_submodule(self.source).register_forward_hook(
+                lambda _, __, output: gather(output)
+            )
+        module.forward = forward
         return module
 
 

@@ -179,6 +179,7 @@ def draw_model(random: Random, mesh: MeshSizes) -> Values:
         "layers": mesh.pp + random.choice((0, 1, 2) if mesh.pp > 1 else (0, 1, 1, 2)),
         "vocab_size": random.choice(even_vocabularies),
         "sequence_parallel": shards_tokens,
+        "gather_again": random.random() < 0.4,
         "seq_len": seq_len,
         "dropout": random.choice((0.0, 0.0, 0.1, 0.5)),
         "attention_dropout": random.choice((None, None, 0.0, 0.2)),

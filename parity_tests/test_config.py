@@ -287,6 +287,7 @@ def test_every_flag_sets_its_field() -> None:
         "--min-lr-ratio 0 --weight-decay 0.2 --clip-grad 0.5 --seed 7 --optimizer sgd "
         "--momentum 0.5 --beta1 0.8 --beta2 0.9 --eps 1e-6 --dtype float64 --eval-every 3 "
         "--eval-samples 5 --mesh 2x2x1 --zero 0 --schedule gpipe --no-sequence-parallel "
+        "--gather-again "
         "--world threads --device cpu --timeout 5 --data a b --check-parity "
         "--record run --record-every 7 --metrics run.jsonl"
     )

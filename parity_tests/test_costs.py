@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fused": ("2x1x2", {"fused_qkv": True}),
     "parallel blocks, tp": ("2x1x1", {"parallel_block": True, "sequence_parallel": False}),
     "parallel blocks": ("2x2x2", {"parallel_block": True}),
+    "gathered again": ("2x1x1", {"gather_again": True, "micro_batch_size": 2}),
+    "gathered again, 2x2x2": ("2x2x2", {"gather_again": True, "fused_qkv": True}),
+    "gathered again, parallel blocks": ("2x1x2", {"gather_again": True, "parallel_block": True}),
+    "nothing to gather again": ("2x1x1", {"gather_again": True, "sequence_parallel": False}),
     "copied heads": ("4x1x2", {"kv_heads": 2, "micro_batch_size": 2}),
     "copied heads, one": ("4x2x1", {"kv_heads": 1, "zero": 0}),
     "one rank": ("1x1x1", {}),
@@ -114,6 +119,20 @@ def test_processes_and_threads_record_the_same_calls(case: str) -> None:
     size = config.parallel.mesh.num_ranks
     main = partial(record, config, Trainer)
     assert spawn(size, main, timeout=SECONDS) == record_all(config)
+
+
+def test_sharded_tokens_send_no_more_bytes_unless_gathered_again() -> None:
+    """Gathered again: two all-gathers more for each block, and one for the head."""
+    options = {"sequence_parallel": False}, {}, {"gather_again": True}
+    configs = [small_config("4x1x1", micro_batch_size=2, **each) for each in options]
+    whole, m = activation(configs[0]), configs[0].microbatches
+    sent = [
+        sum(call.wire for call in record_all(config)[0].calls if call.payload == whole)
+        for config in configs
+    ]
+    more = m * (2 * configs[0].model.layers + 1) * Fraction(3, 4) * whole
+    assert sent == [sent[0], sent[0], sent[0] + more]
+    assert sent[0] == m * (4 * configs[0].model.layers + 2) * Fraction(6, 4) * whole
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

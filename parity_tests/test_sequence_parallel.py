@@ -1,14 +1,20 @@
 """Sequence parallelism: equal to its reference and to one device; its gradients are Partial."""
 
 import sys
+import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from dtensor_llm.plan import partial_gradients
+from dtensor_llm import collectives, plan
+from dtensor_llm.collectives import GatheredAgain
+from dtensor_llm.config import Config
+from dtensor_llm.plan import local_tensor, partial_gradients
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
 from parity_tests.harness import (
@@ -42,6 +48,93 @@ def test_parallel_blocks_equal_their_reference(tp: int, family: dict[str, object
 def test_equals_one_device(mesh: str) -> None:
     report = parity(small_config(mesh, dropout=0.1))
     assert report.passed, report
+
+
+@pytest.mark.parametrize("parallel_block", [False, True])
+@pytest.mark.parametrize("mesh", ["4x1x1", "2x1x2", "2x2x2"])
+@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_gathered_again_equals_one_device(
+    family: dict[str, object], mesh: str, parallel_block: bool
+) -> None:
+    options = {"gather_again": True, "parallel_block": parallel_block, "dropout": 0.1}
+    report = parity(small_config(mesh, micro_batch_size=2, **options, **family))
+    assert report.passed, report
+
+
+def saved_bytes(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What each rank keeps of activations between the two passes, each memory counted once."""
+    own = threading.local()  # of a rank's thread
+
+    def keep(packed: Any) -> Any:
+        x = packed[0].shard if isinstance(packed, tuple) else packed
+        own.kept[x.untyped_storage().data_ptr()] = x
+        return packed
+
+    def seen(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
+        return saved_tensors_hooks(lambda x: keep(pack(x)), unpack)
+
+    def main(world: World) -> int:
+        trainer = Trainer(config, world)
+        batch, own.kept = batches_for(config).batch(0, trainer.samples), {}
+        with saved_tensors_hooks(keep, lambda x: x):
+            logits = trainer.model(batch.tokens, trainer.places(world.device))
+        assert logits.requires_grad
+        weights = [local_tensor(x).untyped_storage() for x in trainer.model.parameters()]
+        for storage in weights:
+            own.kept.pop(storage.data_ptr(), None)
+        return sum(x.untyped_storage().nbytes() for x in own.kept.values())
+
+    with monkeypatch.context() as patched:
+        patched.setattr(plan, "saved_tensors_hooks", seen)
+        return threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("parallel_block", [False, True])
+def test_gathered_again_keeps_shards_of_what_the_linears_share(
+    parallel_block: bool, family: dict[str, object], tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1/tp of the input of each attention and MLP, or parallel block, and of the head."""
+    kept, again = (
+        saved_bytes(
+            small_config(f"{tp}x1x1", parallel_block=parallel_block, gather_again=again, **family),
+            monkeypatch,
+        )
+        for again in (False, True)
+    )
+    model = small_config().model
+    inputs = model.layers * (1 if parallel_block else 2) + 1
+    whole = 8 * model.seq_len * model.width * 8  # b t d numbers of 8 bytes
+    assert [a - b for a, b in zip(kept, again, strict=True)] == [
+        inputs * whole * (tp - 1) // tp
+    ] * tp
+
+
+def test_second_gather_runs_beside_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins before the gradient of what its module gives out is gathered, and ends after."""
+    events: list[str] = []
+    start, gathered, move = GatheredAgain.start, GatheredAgain.gathered, collectives.move
+
+    def told(name: str, function: Callable[..., Any], *args: Any) -> Any:
+        if dist.get_rank() == 0:
+            events.append(name)
+        return function(*args)
+
+    monkeypatch.setattr(GatheredAgain, "start", lambda *args: told("start", start, *args))
+    monkeypatch.setattr(GatheredAgain, "gathered", lambda *args: told("wait", gathered, *args))
+    monkeypatch.setattr(collectives, "move", lambda *args: told("move", move, *args))
+    config = small_config("2x1x1", gather_again=True, fused_qkv=True, layers=1)
+
+    def main(world: World) -> None:
+        trainer = Trainer(config, world)
+        batch = batches_for(config).batch(0, trainer.samples)
+        trainer.step(0, batch.tokens, batch.labels)
+
+    threads.run(2, main, timeout=SECONDS)
+    backward = events[events.index("start") :]
+    head, mlp, attention = ["start", "wait", "move"], *[["start", "move", "wait", "move"]] * 2
+    assert backward == [*head, *mlp, *attention, "move"]
 
 
 def test_only_what_meets_own_tokens_has_partial_gradients() -> None:

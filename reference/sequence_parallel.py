@@ -7,12 +7,14 @@
    the partial sums. An all-reduce is these two in a row, so not a byte more is sent.
 4. The price: a norm's weight now meets only the rank's tokens, so each rank has a PARTIAL gradient.
    It must be summed over tp, and so must that of every bias and position used on the shards.
+5. What is gathered may be thrown away after use and gathered again when the backward pass needs it
+   for the gradient of a weight: t/tp tokens are kept instead of t, for one all-gather more.
 
 Paper: Korthikanti et al., "Reducing activation recomputation", arXiv 2205.05198, section 4.2.2.
 
     activation                           under tensor parallelism   here
     residual, norm and dropout           whole                      tokens t/tp
-    input of column-parallel linears     whole                      whole (all-gathered)
+    input of column-parallel linears     whole                      whole (all-gathered; t/tp kept)
     heads, hidden units, logits          part of the width          part of the width
 
     weight gradients                     norms, biases of attention.output and mlp.down, positions:

@@ -21,8 +21,11 @@ backward the same; half as many with parallel blocks (`tensor_parallel` with res
 Partial gradients are summed once a step, in one buffer, after data parallelism has reduced them. A
 parallel block reduces after dropout, so there each rank draws the masks of all tokens.
 
-What divides by tp is what lies between the multiplications; the gathered inputs of query, key,
-value, gate and up are kept whole for the backward pass (the paper gathers them again).
+What divides by tp is what lies between the multiplications. The gathered inputs of query, key,
+value, gate, up and head are kept whole for the backward pass, or (`--gather-again`, as in the
+paper) only their shards are: then there is one all-gather more for each attention, MLP and head (or
+parallel block), which begins when the backward pass comes to the module, and runs beside it until
+the first linear needs the tokens for the gradient of its weight (`plan.GatherAgain`).
 """
 
 from collections.abc import Mapping

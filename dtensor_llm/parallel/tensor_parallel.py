@@ -53,6 +53,7 @@ from dtensor_llm.model import GPT
 from dtensor_llm.plan import (
     Call,
     ComputesOnLocalTensors,
+    GatherAgain,
     Input,
     LocalModule,
     Output,
@@ -101,8 +102,15 @@ class VocabularyParallel(ComputesOnLocalTensors):
         return redistribute(y, self.mesh, Partial(), self.residual, self.residual)
 
 
-def plan(model: GPT, mesh: DeviceMesh, residual: Placement) -> Plan:
-    """The table above, for what `model` holds, but for its last row."""
+def plan(model: GPT, mesh: DeviceMesh, residual: Placement, *, gather_again: bool = False) -> Plan:
+    """The table above, for what `model` holds, but for its last row.
+
+    With `gather_again`, sharded tokens are gathered a second time for the backward pass.
+    """
+    enter: ParallelStyle = Input(residual, Replicate(), Partial())
+    if gather_again:
+        assert isinstance(residual, Shard), "only sharded tokens are gathered"
+        enter = GatherAgain(residual)
     column, parallel = LocalModule(Shard(0)), model.config.parallel_block
     key_value = column
     if model.config.num_kv_heads < mesh.size():
@@ -121,14 +129,19 @@ def plan(model: GPT, mesh: DeviceMesh, residual: Placement) -> Plan:
     table += [(f"blocks.*.{name}", key_value) for name in copied]
     table += [("blocks.*.attention.dropout", Call("shard", (0,)))]
     table += ends_of_parallel_blocks(mesh, residual) if parallel else ends_of_blocks(mesh, residual)
+    if not parallel:
+        table += [("blocks.*.attention", enter), ("blocks.*.mlp", enter)]
+    elif isinstance(residual, Shard) and gather_again:
+        table += [("blocks.*", GatherAgain(residual, source="norm"))]
+    else:
+        table += [("blocks.*.norm", Output(residual, Replicate(), Partial()))]
     if model.last:
-        table += [("head", Input(residual, Replicate(), Partial())), ("head", column)]
+        table += [("head", enter), ("head", column)]
     return table
 
 
 def ends_of_blocks(mesh: DeviceMesh, residual: Placement) -> Plan:
-    """Where attention and MLP are entered and left: each with an exchange of its own."""
-    enter = Input(residual, Replicate(), Partial())
+    """Where attention and MLP are left: each with a reduction of its own."""
     row = LocalModule(
         {"weight": Shard(1), "bias": Replicate()},
         # With tokens sharded, each rank adds the bias to its own tokens only.
@@ -137,15 +150,13 @@ def ends_of_blocks(mesh: DeviceMesh, residual: Placement) -> Plan:
         attributes={"mesh": mesh, "residual": residual},
     )
     return [
-        ("blocks.*.attention", enter),
-        ("blocks.*.mlp", enter),
         ("blocks.*.attention.output", row),
         ("blocks.*.mlp.down", row),
     ]
 
 
 def ends_of_parallel_blocks(mesh: DeviceMesh, residual: Placement) -> Plan:
-    """One exchange for both: what the norm gives is for both, and their parts are added first."""
+    """One reduction for both: their parts are added first."""
     row = LocalModule(
         {"weight": Shard(1), "bias": Replicate()},
         gradients={"bias": Partial()},  # whole on the first rank, zero on the others
@@ -155,7 +166,6 @@ def ends_of_parallel_blocks(mesh: DeviceMesh, residual: Placement) -> Plan:
     return [
         ("blocks.*.attention.output", row),
         ("blocks.*.mlp.down", row),
-        ("blocks.*.norm", Output(residual, Replicate(), Partial())),
         ("blocks.*.addition", Output(Partial(), residual, residual)),
     ]
 

@@ -7,6 +7,7 @@ residual stream; a rank's stage has L blocks. A step moves four kinds of things:
 |-------------------------|----------|--------------------------------------------|---------------|
 | activations             | tp       | 4 m L all-reduces, or 4 m L pairs          | b t d         |
 | ... of parallel blocks  | tp       | 2 m L all-reduces, or 2 m L pairs          | b t d         |
+| ... gathered again      | tp       | 2 m L all-gathers more                     | b t d         |
 | ... of neighbour stages | pp       | m sent and m received, for each neighbour  | b t d, t / tp |
 | gradients, ZeRO 0       | dp       | 1 all-reduce for each block, and the rest  | the block     |
 | weights, ZeRO 3         | dp_shard | 2 m all-gathers for each block, m the rest | the block     |
@@ -79,14 +80,17 @@ def enter(config: Config) -> list[Traffic]:
     """Of the residual stream into a split multiplication, forward and backward.
 
     Megatron's f: nothing and an all-reduce; with tokens sharded an all-gather and a reduce-scatter.
+    Gathered tokens that are not kept are gathered once more.
     """
-    kinds = ["all-gather", "reduce-scatter"] if shards_tokens(config) else ["all-reduce"]
-    return [t for kind in kinds for t in over(config, kind, ("tp",), activation(config))]
+    again = shards_tokens(config) and config.parallel.gather_again
+    more = over(config, "all-gather", ("tp",), activation(config)) if again else []
+    return leave(config) + more
 
 
 def leave(config: Config) -> list[Traffic]:
-    """Back to the residual stream: the same the other way round. Megatron's g."""
-    return enter(config)
+    """Back to the residual stream: the other way round, forward and backward. Megatron's g."""
+    kinds = ["all-gather", "reduce-scatter"] if shards_tokens(config) else ["all-reduce"]
+    return [t for kind in kinds for t in over(config, kind, ("tp",), activation(config))]
 
 
 def tensor_parallel_blocks(config: Config, place: Place) -> list[Traffic]:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_llm import collectives, loss, train
+from dtensor_llm.collectives import GatheredAgain
 from dtensor_llm.parallel import pipeline_parallel, sequence_parallel, tensor_parallel
 from dtensor_llm.parallel.tensor_parallel import RowParallel
 from dtensor_llm.plan import Input, LocalModule
@@ -280,6 +281,35 @@ def ignored_labels_pull() -> Iterator[None]:
         return grad_logits * grad[..., None], None, None, None
 
     with patch.object(Cross, "backward", staticmethod(wrong)):
+        yield
+
+
+@planted(
+    "sequence_parallel",
+    "2x1x1",
+    "gradient",
+    sabotaged="*.query.weight or *.key.weight or *.value.weight or *.up.weight or head.weight",
+    symptom="Right on a quick network; else weights learn from what the buffer held before.",
+    gather_again=True,
+    tied_embeddings=False,
+)
+def gathered_tokens_read_before_wait() -> Iterator[None]:
+    """The asynchronous gather of the backward pass is begun, and its buffer read without a wait.
+
+    What is read is what a slow network leaves in the buffer: what was there before.
+    """
+
+    def wrong(self: GatheredAgain) -> Tensor:
+        if self.whole is None:
+            if self.work is None:
+                self.start()
+            assert self.work is not None and self.parts is not None
+            self.work.wait()  # only so that the ranks stay together
+            before = torch.zeros_like(self.parts)
+            self.whole = torch.cat(before.chunk(self.group.size()), dim=self.dim)
+        return self.whole
+
+    with patch.object(GatheredAgain, "gathered", wrong):
         yield
 
 
