@@ -19,7 +19,14 @@ from dtensor_llm.parallel import tensor_parallel
 from dtensor_llm.plan import LocalModule, PlanError, apply_plan, local_tensor, own_part
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
-from parity_tests.harness import LLAMA, SECONDS, parity, small_config, strategy_parity
+from parity_tests.harness import (
+    LLAMA,
+    SECONDS,
+    batches_for,
+    parity,
+    small_config,
+    strategy_parity,
+)
 from reference import tensor_parallel as reference
 from reference.model import ModelOptions, initial_weights
 from reference.training import options_from
@@ -41,6 +48,61 @@ def test_equals_one_device(tp: int, vocab_size: int) -> None:
     config = small_config(f"{tp}x1x1", sequence_parallel=False, vocab_size=vocab_size)
     report = parity(config)
     assert report.passed, report
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tp", "vocab_size"), [(2, 57), (4, 57), (8, 57)])
+def test_uneven_vocabulary_equals_one_device(
+    tp: int, vocab_size: int, tied: bool, sequence_parallel: bool
+) -> None:
+    """On 8 ranks the last one has one row, where the others have 8."""
+    options = {"sequence_parallel": sequence_parallel, "tied_embeddings": tied}
+    report = parity(small_config(f"{tp}x1x1", vocab_size=vocab_size, **options))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_vocabulary_is_never_padded(tied: bool) -> None:
+    """Of 57 rows the ranks hold 57, no logit stands for none, and a tied head is one weight."""
+    config = small_config("8x1x1", vocab_size=57, tied_embeddings=tied)
+
+    def main(world: World) -> tuple[int, int, bool]:
+        trainer = Trainer(config, world)
+        batch, model = batches_for(config).batch(0, trainer.samples), trainer.model
+        logits = model(batch.tokens, trainer.places(world.device))
+        assert tuple(model.head.weight.shape) == (57, config.model.width)
+        rows = local_tensor(model.token_embedding.weight).shape[0]
+        is_one = model.head.weight is model.token_embedding.weight
+        return rows, logits.shape[-1], is_one
+
+    results = threads.run(8, main, timeout=SECONDS)
+    assert [rows for rows, _, _ in results] == [8] * 7 + [1]
+    assert [columns for _, columns, _ in results] == [8] * 7 + [1]
+    assert {is_one for _, _, is_one in results} == {tied}
+
+
+@pytest.mark.parametrize("parallel_block", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_biases_count_once(sequence_parallel: bool, parallel_block: bool) -> None:
+    """With nothing but biases of 100, a block adds 100 for attention and 100 for the MLP."""
+    options = {"sequence_parallel": sequence_parallel, "parallel_block": parallel_block}
+    config = small_config("4x1x1", layers=1, **options)
+
+    def main(world: World) -> Tensor:
+        trainer = Trainer(config, world)
+        with torch.no_grad():
+            for name, shard in trainer.optimizer.shards.items():
+                shard.fill_(100.0 if name.endswith(("output.bias", "down.bias")) else 0.0)
+        seen: list[Tensor] = []
+        block = trainer.model.blocks["0"]
+        block.register_forward_hook(lambda _, __, output: seen.append(output))
+        batch = batches_for(config).batch(0, trainer.samples)
+        trainer.model(batch.tokens, trainer.places(world.device))
+        return seen[0]
+
+    for output in threads.run(4, main, timeout=SECONDS):
+        assert output.equal(torch.full_like(output, 200.0))
 
 
 FUSED: dict[str, dict[str, object]] = {
