@@ -47,6 +47,16 @@ class RefusedPair(Enum):
     TP_AND_KV_HEADS = "tp", "--kv-heads it does not divide", "a rank takes whole kv-heads"
     TP_AND_FFN = "tp", "a --ffn-width it does not divide", "a rank takes an equal part"
     TP_AND_VOCABULARY = "tp", "too small a --vocab-size", "each rank takes at least one token id"
+    GRID_AND_BATCH = (
+        "tp=RxC",
+        "a --global-batch-size that dp x R does not divide",
+        "all rows of ranks take equally many sequences",
+    )
+    GRID_AND_POSITIONS = (
+        "tp=RxC",
+        "--positions learned with too small a --seq-len",
+        "each row of ranks takes at least one position",
+    )
     SEQUENCE_PARALLEL = (
         "--sequence-parallel",
         "a --seq-len that tp does not divide",
@@ -212,7 +222,10 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Requested size of each mesh axis, in ranks; `ep` reuses ranks of dp_shard x cp."""
+    """Requested size of each mesh axis, in ranks; `ep` reuses ranks of dp_shard x cp.
+
+    `tp_row` and `tp_col` stand in the place of `tp`: tensor parallelism in two dimensions.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
@@ -220,6 +233,8 @@ class MeshSizes:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    tp_row: int = 1
+    tp_col: int = 1
 
     @property
     def dp(self) -> int:
@@ -228,14 +243,18 @@ class MeshSizes:
 
     @property
     def num_ranks(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
+        return self.pp * self.dp * self.cp * self.tp * self.tp_row * self.tp_col
 
     def __str__(self) -> str:
         """The text that `parse_mesh` reads back: `2x2x4`, or the named form where needed."""
-        if self.dp_replicate == self.cp == self.ep == 1:
-            return f"{self.tp}x{self.pp}x{self.dp_shard}"
         sizes = dataclasses.asdict(self)
-        return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        grid = (sizes.pop("tp_row"), sizes.pop("tp_col"))
+        if self.dp_replicate == self.cp == self.ep == 1 and grid == (1, 1):
+            return f"{self.tp}x{self.pp}x{self.dp_shard}"
+        texts = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+        if grid != (1, 1):
+            texts.insert(0, f"tp={self.tp_row}x{self.tp_col}")
+        return ",".join(texts)
 
 
 @dataclass(frozen=True)
@@ -246,7 +265,8 @@ class ParallelConfig:
         default=MeshSizes(),
         metadata={
             "help": "TPxPPxDP, for example 8x4x16, or named: tp=8,pp=4,dp=16 (or dp_replicate=4,"
-            "dp_shard=4 in place of dp); one size may be -1: what fills the ranks started",
+            "dp_shard=4 in place of dp); one size may be -1: what fills the ranks started; "
+            "tp=2x2,dp=4: tensor parallelism in two dimensions",
             "unit": "ranks",
             "metavar": "MESH",
             "follows": "1x1x-1",
@@ -260,7 +280,11 @@ class ParallelConfig:
         maximum=3,
     )
     schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
-    sequence_parallel: bool = option(True, "shard norms and dropout on tokens over the tp ranks")
+    sequence_parallel: bool = option(
+        True,
+        "shard norms and dropout on tokens over the tp ranks; without effect where tp is "
+        "two-dimensional, since activations are sharded there anyway",
+    )
 
 
 @dataclass(frozen=True)
@@ -328,18 +352,23 @@ class Config:
         return self.parallel.mesh.dp
 
     @property
+    def batch_parts(self) -> int:
+        """Equal parts of the global batch: one for each dp rank, and there for each row of tp."""
+        return self.dp * self.parallel.mesh.tp_row
+
+    @property
     def micro_batch_size(self) -> int:
-        """Sequences that one data-parallel rank computes at once."""
+        """Sequences that one rank computes at once."""
         if self.train.micro_batch_size is not None:
             return self.train.micro_batch_size
-        per_rank, pp = self.train.global_batch_size // self.dp, self.parallel.mesh.pp
+        per_rank, pp = self.train.global_batch_size // self.batch_parts, self.parallel.mesh.pp
         wanted = (1,) if pp == 1 else (2 * pp, pp)
         return max(1, next((per_rank // m for m in wanted if per_rank % m == 0), 1))
 
     @property
     def microbatches(self) -> int:
         """Microbatches of one step: accumulation steps without pp, the schedule's with it."""
-        return self.train.global_batch_size // (self.dp * self.micro_batch_size)
+        return self.train.global_batch_size // (self.batch_parts * self.micro_batch_size)
 
     @property
     def needs_control(self) -> bool:

@@ -1,7 +1,7 @@
 """Composes the strategies, in the one order that is right.
 
 1. pipeline: build only this rank's stage, on the meta device: no memory yet
-2. tensor and sequence: place each weight on the tp axis
+2. tensor and sequence: place each weight on the tp axis, or in blocks on tp_row x tp_col
 3. tie: the head takes the embedding's weight again, now a DTensor
 4. data: give memory to block after block, and shard or replicate it over dp
 5. initialize: each rank draws its own elements
@@ -27,6 +27,7 @@ from dtensor_llm.parallel import (
     pipeline_parallel,
     sequence_parallel,
     tensor_parallel,
+    tensor_parallel_2d,
     zero,
 )
 from dtensor_llm.plan import apply_plan, materialize
@@ -51,8 +52,10 @@ class Parallelized:
 
         `gradients` are this rank's parts, by parameter name.
         """
-        if "tp" in self.axes:
-            sequence_parallel.reduce_partial_gradients(self.model, gradients, self.axes["tp"])
+        for axis in ("tp", "tp_row"):
+            if axis in self.axes:
+                mesh = self.axes[axis]
+                sequence_parallel.reduce_partial_gradients(self.model, gradients, mesh)
         if "pp" in self.axes and pipeline_parallel.holds_tied_copy(self.model):
             tied = gradients["token_embedding.weight"]
             pipeline_parallel.sum_tied_gradients(self.model, tied, self.axes["pp"])
@@ -76,6 +79,11 @@ def parallelize(config: Config, device: torch.device) -> Parallelized:
     if "tp" in axes:
         apply_tensor_parallel(config, model, axes["tp"])
         loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp"])
+    if "tp_row" in axes:
+        grid = mesh["tp_row", "tp_col"]
+        apply_plan(model, grid, tensor_parallel_2d.plan(model, grid))
+        apply_plan(model, axes["tp_col"], tensor_parallel_2d.dropout_plan(model))
+        loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp_col"])
     model.tie_embeddings()
     if config.dp > 1:
         strategy = zero if config.parallel.zero == 3 else data_parallel
@@ -112,8 +120,8 @@ def make_schedule(
     loss_function: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
 ) -> PipelineScheduleSingle:
-    b, t, tp = config.micro_batch_size, config.model.seq_len, config.parallel.mesh.tp
-    own_tokens = t // tp if config.parallel.sequence_parallel else t
+    b, t, sizes = config.micro_batch_size, config.model.seq_len, config.parallel.mesh
+    own_tokens = t // sizes.tp if config.parallel.sequence_parallel else t
     return pipeline_parallel.make_schedule(
         config.parallel.schedule,
         model,
@@ -121,7 +129,7 @@ def make_schedule(
         partial(normalized, loss_function),
         num_microbatches=config.microbatches,
         tokens_shape=(b, t),
-        hidden_shape=(b, own_tokens, config.model.width),
+        hidden_shape=(b, own_tokens, config.model.width // sizes.tp_col),
         dtype=DTYPES[config.train.dtype],
         device=device,
     )

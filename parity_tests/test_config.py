@@ -87,6 +87,7 @@ def test_table_reaches_every_rule() -> None:
 NOT_OF_TWO_FEATURES = {
     "dropout_survives_rounding",
     "axes_are_available",
+    "tp_grid_is_square",
     "zero_stage_is_available",
     "parity_has_a_rule",  # refuses no training, only to compare it
 }

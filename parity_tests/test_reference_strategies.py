@@ -13,6 +13,7 @@ from reference import (
     pipeline_parallel,
     sequence_parallel,
     tensor_parallel,
+    tensor_parallel_2d,
     training,
     zero,
 )
@@ -38,6 +39,8 @@ STRATEGIES: dict[str, Strategy] = {
     "tp4": partial(tensor_parallel.loss_and_gradients, tp=4),
     "tp2 sequence parallel": partial(sequence_parallel.loss_and_gradients, tp=2),
     "tp4 sequence parallel": partial(sequence_parallel.loss_and_gradients, tp=4),
+    "tp 2x2": partial(tensor_parallel_2d.loss_and_gradients, q=2),
+    "tp 4x4": partial(tensor_parallel_2d.loss_and_gradients, q=4),
     "dp2": partial(data_parallel.loss_and_gradients, dp=2),
     "dp4, accumulation 2": partial(data_parallel.loss_and_gradients, dp=4, microbatches=2),
     "zero dp2": partial(zero.loss_and_gradients, dp=2),

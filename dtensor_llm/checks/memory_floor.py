@@ -44,7 +44,7 @@ def memory_floor(config: Config) -> MemoryFloor:
     moments = 2 if train.optimizer == "adamw" else int(train.momentum > 0)
     replicas = config.dp if parallel.zero == 0 else parallel.mesh.dp_replicate
     element_size = BYTES_OF_DTYPE[train.dtype]
-    sequences = min(config.dp * config.micro_batch_size, train.global_batch_size)
+    sequences = min(config.batch_parts * config.micro_batch_size, train.global_batch_size)
     tokens = sequences * config.model.seq_len
     kept = tokens * int(
         config.model.layers * _in_flight(config) * _kept_per_token_and_block(config.model)
