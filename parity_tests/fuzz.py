@@ -87,7 +87,7 @@ def batches_of(case: Case) -> PartlyEmptyBatches:
     """Of a legal draw: `empty` labels are those of the last dp rank, or of its last microbatch."""
     config, model = case.config, case.config.model
     size = config.train.global_batch_size
-    empty = {"empty rank": size // config.dp, "empty microbatch": config.micro_batch_size}
+    empty = {"empty rank": size // config.batch_parts, "empty microbatch": config.micro_batch_size}
     some_left = empty.get(case.mask, 0) < size
     return PartlyEmptyBatches(
         model.vocab_size,
@@ -146,17 +146,21 @@ def configuration(values: Values) -> Config:
 def draw_mesh(random: Random) -> MeshSizes:
     """The prime factors of a number of ranks, each on some axis."""
     (ranks,) = random.choices(list(RANKS), list(RANKS.values()))
-    sizes = dict.fromkeys(AXES, 1)
+    sizes, axes = dict.fromkeys(AXES, 1), AXES
+    side = next((side for side in (2, 3) if ranks % side**2 == 0), 1)
+    if side > 1 and random.random() < 0.25:
+        sizes |= {"tp_row": side, "tp_col": side}
+        ranks, axes = ranks // side**2, AXES[:-1]
     for prime in (2, 3, 5, 7):
         while ranks % prime == 0:
             ranks //= prime
-            sizes[random.choice(AXES)] *= prime
+            sizes[random.choice(axes)] *= prime
     return MeshSizes(**sizes)
 
 
 def draw_model(random: Random, mesh: MeshSizes) -> Values:
     """A small model that the mesh can hold; its sizes are seldom powers of two."""
-    tp = mesh.tp
+    tp, rows = mesh.tp * mesh.tp_col, mesh.tp_row
     values = draw_family(random)
     kv_heads = tp * random.randint(1, max(1, 4 // tp))
     group = random.choice((1, 1, 2, 3)) if kv_heads <= 4 else 1
@@ -164,7 +168,9 @@ def draw_model(random: Random, mesh: MeshSizes) -> Values:
     widths = [kv_heads * group * size for size in head_sizes]
     width = random.choice([width for width in widths if width >= LEAST_WIDTH])
     shards_tokens = random.random() < 0.6
-    seq_len = tp * random.randint(1, max(1, 9 // tp)) if shards_tokens else random.randint(1, 11)
+    # No row of a grid is without a position.
+    lengths = [t for t in range(1, 12) if (rows - 1) * -(-t // rows) < t]
+    seq_len = tp * random.randint(1, max(1, 9 // tp)) if shards_tokens else random.choice(lengths)
     even_vocabularies = [v for v in range(tp, 71) if (tp - 1) * -(-v // tp) < v]
     values |= {
         "heads": kv_heads * group,
@@ -211,11 +217,12 @@ def draw_batch(random: Random, mesh: MeshSizes) -> Values:
     schedule = random.choice(("gpipe", "1f1b"))
     fewest = mesh.pp if schedule == "1f1b" else 1
     microbatches = fewest + random.choice((0, 0, 1, 2, 3) if mesh.num_ranks <= 6 else (0, 0, 1))
-    micro_batch = random.choice((1, 1, 2, 3)) if mesh.dp * microbatches <= 12 else 1
+    parts = mesh.dp * mesh.tp_row
+    micro_batch = random.choice((1, 1, 2, 3)) if parts * microbatches <= 12 else 1
     return {
         "schedule": schedule,
         "zero": random.choice((0, 3)),
-        "global_batch_size": mesh.dp * microbatches * micro_batch,
+        "global_batch_size": parts * microbatches * micro_batch,
         "micro_batch_size": random.choice((None, micro_batch, micro_batch)),
     }
 
@@ -274,6 +281,15 @@ def out_of_range(random: Random, _: Values) -> Values:
     return {setting.name: random.choice(illegal_values(setting))}
 
 
+SMALLEST_GRID = MeshSizes(tp_row=2, tp_col=2)
+GRIDS: Sequence[Values] = (
+    {"mesh": SMALLEST_GRID, "seq_len": 1, "positions": "learned"},
+    {"mesh": SMALLEST_GRID, "global_batch_size": 3, "micro_batch_size": None},
+    {"mesh": MeshSizes(tp_row=2)},
+)
+"""Each with something that it does not allow."""
+
+
 def illegal_values(setting: Setting) -> Sequence[Any]:
     """Values that are refused whatever the others are; none for switches."""
     limits, kind = setting.metadata, setting.kind
@@ -301,6 +317,7 @@ UNRULY: dict[str, Redraw] = {
     "warmup_steps": number("warmup_steps", 0, 8),
     "zero": number("zero", 0, 3),
     "mesh": lambda random, _: {"mesh": draw_mesh(random)},
+    "grid": lambda random, _: random.choice(GRIDS),
     "absent axis": lambda random, values: {
         "mesh": dataclasses.replace(values["mesh"], **{random.choice(("cp", "ep")): 2})
     },

@@ -265,6 +265,14 @@ def test_every_axis_is_trained_with_every_other(axis: str) -> None:
     assert any(getattr(mesh, axis) not in (1, 2, 4, 8, 16) for mesh in meshes)
 
 
+@pytest.mark.parametrize("axis", fuzz.AXES[:-1])
+def test_grids_are_trained_with_every_axis(axis: str) -> None:
+    meshes = [config.parallel.mesh for config in trained()]
+    grids = [mesh for mesh in meshes if mesh.tp_row > 1]
+    assert len(grids) >= 20
+    assert any(getattr(mesh, axis) > 1 for mesh in grids)
+
+
 @pytest.mark.parametrize("pair", RefusedPair, ids=lambda pair: pair.name)
 def test_every_refused_pair_is_drawn(pair: RefusedPair) -> None:
     texts = [text for _, problems in many_draws() for text in problems]

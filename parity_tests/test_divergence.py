@@ -54,6 +54,17 @@ CASES = {
     "dropout_mask_repeated_by_every_rank": ("forward", "another dropout mask: it is what belongs"),
     "data_repeated_by_every_dp_rank": ("data", "belongs to sequences 0 to 3, where sequences 4"),
     "labels_of_another_microbatch": ("data", "belongs to sequences"),
+    "block_broadcast_from_the_next_root": ("forward", ""),
+    "norm_statistics_of_own_columns": ("forward", ""),
+    "vocabulary_block_begins_too_early": ("forward", ""),
+    "products_not_reduced_along_the_row": ("forward", ""),
+    "weight_gradients_not_reduced_over_rows": ("gradient", ""),
+    "gradients_not_broadcast_along_the_row": ("backward", ""),
+    "vector_gradients_not_summed_over_rows": ("gradient", "reduction over tp_row is missing"),
+    "rows_of_the_grid_read_the_same_sequences": (
+        "data",
+        "belongs to sequences 0 to 3, where sequences 4 to 7",
+    ),
 }
 
 
@@ -104,6 +115,8 @@ def test_no_divergence_without_a_fault() -> None:
         ("2x2x2", {"dropout": 0.1, **LLAMA}),
         ("2x1x2", {"dropout": 0.1, "tied_embeddings": False, "sequence_parallel": False}),
         ("1x1x1", {"dropout": 0.1, "micro_batch_size": 2, "optimizer": "sgd"}),
+        ("tp=2x2,dp=2", {"dropout": 0.1, "micro_batch_size": 1}),
+        ("tp=2x2,pp=2", {"dropout": 0.1, **LLAMA}),
     ],
 )
 def test_nothing_differs_in_a_step_without_a_fault(mesh: str, options: dict[str, Any]) -> None:
