@@ -23,6 +23,10 @@ from dtensor_llm.parallel.tensor_parallel_2d import (
     Grid,
 )
 from dtensor_llm.plan import LocalModule, local_slice, local_tensor, partial_gradients
+from dtensor_llm.planner.costs import step_traffic
+from dtensor_llm.planner.parameters import Place
+from dtensor_llm.planner.recorder import CommRecorder
+from dtensor_llm.planner.traffic import Traffic
 from dtensor_llm.train import StepResult, Trainer
 from dtensor_llm.worlds import World, threads
 from dtensor_llm.worlds.processes_spawn import spawn
@@ -317,3 +321,44 @@ def test_a_rank_keeps_a_block_of_every_activation(family: dict[str, object]) -> 
         assert largest_kept * 4 == largest
         assert kept * 4 <= whole + numbers_per_token * b * t
     assert min(kept for kept, _ in found["4x1x1"]) * 4 > 1.25 * whole
+
+
+# Communication: the closed forms are held to what is counted in test_costs.py
+
+
+@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_only_blocks_are_broadcast_and_reduced(family: dict[str, object]) -> None:
+    """Nothing is ever gathered: every message of a product is a block of a matrix or activation."""
+    config = small_config("tp=2x2", **family | {"vocab_size": 64})
+    model, size = config.model, config.train.element_size
+
+    def main(world: World) -> list[Traffic]:
+        trainer = Trainer(config, world)
+        batch = batches_for(config).batch(0, trainer.samples)
+        with CommRecorder(trainer.mesh) as recorder:
+            trainer.step(0, batch.tokens, batch.labels)
+        return recorder.calls
+
+    weights = reference_for(config).tensors_at[0]["weight"].values()
+    wholes = {weight.numel() for weight in weights if weight.ndim == 2}
+    widths = {model.width, model.num_ffn, model.vocab_size, model.num_kv_heads * model.head_size}
+    wholes |= {config.train.global_batch_size * model.seq_len * width for width in widths}
+    for calls in threads.run(4, main, timeout=SECONDS):
+        blocks = [call for call in calls if call.operation in ("broadcast", "reduce")]
+        assert {call.payload for call in blocks} <= {whole * size // 4 for whole in wholes}
+        assert {call.operation for call in calls} == {"broadcast", "reduce", "all-reduce"}
+        token = config.micro_batch_size * model.seq_len * size
+        sums = [call for call in calls if call.operation == "all-reduce"]
+        vectors = sum(weight.numel() for weight in weights if weight.ndim == 1) * size // 2
+        assert {call.payload for call in sums} <= {token, 2 * token, vectors, 8, 16}
+
+
+@pytest.mark.parametrize(("q", "is_less"), [(2, False), (4, True), (8, True)])
+def test_a_large_grid_sends_less_than_one_axis(q: int, is_less: bool) -> None:
+    """Many tokens: two dimensions send 1/q of what q = 1 would, one dimension about the same."""
+    sizes = {"width": 1024, "heads": 64, "seq_len": 2048, "layers": 8, "global_batch_size": 64}
+    sent = [
+        sum(t.wire for t in step_traffic(small_config(mesh, **sizes), Place()) if "tp" in t.axis)
+        for mesh in (f"tp={q}x{q}", f"{q * q}x1x1")
+    ]
+    assert (sent[0] < sent[1]) == is_less
