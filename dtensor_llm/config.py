@@ -291,9 +291,7 @@ class ParallelConfig:
     )
     schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
     sequence_parallel: bool = option(
-        True,
-        "shard norms and dropout on tokens over the tp ranks; without effect where tp is "
-        "two-dimensional, since activations are sharded there anyway",
+        True, "shard norms and dropout on tokens over the tp ranks; no effect with tp=RxC"
     )
 
 

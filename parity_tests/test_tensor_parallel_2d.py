@@ -117,8 +117,9 @@ def test_sequence_parallelism_changes_nothing() -> None:
     assert on == off
 
 
-def test_evaluation_counts_every_row_of_the_grid() -> None:
-    config = small_config("tp=2x2")
+@pytest.mark.parametrize("mesh", ["tp=2x2", "tp=2x2,pp=2"])
+def test_evaluation_counts_every_row_of_the_grid(mesh: str) -> None:
+    config = small_config(mesh)
     batch = batches_for(config).batch(0)
 
     def main(world: World) -> tuple[float, int]:
@@ -126,7 +127,7 @@ def test_evaluation_counts_every_row_of_the_grid() -> None:
         own = batches_for(config).batch(0, trainer.samples)
         return trainer.evaluate(iter([own]))
 
-    loss, num_tokens = threads.run(4, main, timeout=SECONDS)[0]
+    loss, num_tokens = threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)[0]
     assert num_tokens == int((batch.labels != IGNORED_LABEL).sum())
     assert loss == pytest.approx(reference_for(config).losses[0], rel=BOUND)
 

@@ -32,8 +32,12 @@ Comm, in numbers that go by a rank, for b sequences on the grid and a linear of 
 Embedding and positions, of v d numbers: q broadcasts of v d/q^2 forward and q reduces backward, on
 tp_row. A norm: two all-reduces of b t/q forward (without a mean one) and one of 2 b t/q (b t/q)
 backward, on tp_col. The loss is that of `tensor_parallel` on tp_col. Partial gradients are summed
-on tp_row once a step. A GPT-2 block: (18 b t d + 36 d^2)/q, against 4 all-reduces of b t d on one
-axis: fewer where q is large; and of the activations 1/p is kept, instead of some of them whole.
+on tp_row once a step. A GPT-2 block sends (18 b t d + 36 d^2)/q, and on one axis of p ranks
+8 (1 - 1/p) b t d: many tokens on 2 x 2 ranks send more here, on 4 x 4 little more than half.
+
+Memory: a rank holds 1/p of each matrix, its gradient and moments, 1/q of each vector, and keeps 1/p
+of each activation for the backward pass, but for two numbers a token and norm (1/q). On one axis
+the inputs of products are whole, also with tokens sharded between them.
 """
 
 from dataclasses import dataclass
