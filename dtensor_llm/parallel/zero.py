@@ -19,17 +19,17 @@ and activations are Shard(0) on both: sequences.
 | gradients, accumulated    | Partial   | Partial   | Shard(0)  | Shard(0)                      |
 | optimizer state           | Replicate | Shard(0)  | Shard(0)  | Shard(0)                      |
 
-Shard(0) is of the tp-local tensor, cut as by torch.chunk, in every stage: rank r owns the same rows.
+Shard(0) is of the tp-local tensor, cut as by torch.chunk: a rank owns the same rows in every stage.
 
 Comm of a step of m microbatches, for each of the buckets (one a block, one for what is left), on
 dp_shard. N is what a bucket's parameters have, every number of rows rounded up to a multiple of
 dp_shard, in the dtype of the weights:
 
-| stage                | all-gather of N         | reduce-scatter of N  | all-reduce on dp_replicate   |
-|----------------------|-------------------------|----------------------|------------------------------|
-| 1                    | 1, after the update     | 1                    | 1 of N / dp_shard            |
-| 2                    | 1, after the update     | m                    | 1 of N / dp_shard            |
-| 3                    | 2 m, forward, backward  | m                    | m of N / dp_shard            |
+| stage | all-gather of N        | reduce-scatter of N | all-reduce on dp_replicate |
+|-------|------------------------|---------------------|----------------------------|
+| 1     | 1, after the update    | 1                   | 1 of N / dp_shard          |
+| 2     | 1, after the update    | m                   | 1 of N / dp_shard          |
+| 3     | 2 m, forward, backward | m                   | m of N / dp_shard          |
 
 `--defer-reduce` makes every m in the last two columns 1, and holds whole gradients until the last
 microbatch: of stage 2 that leaves stage 1. Under a pipeline torch's stages defer those of stage 3
