@@ -91,9 +91,8 @@ class Bucket:
             self.line = self.message[0]
             return
         self.line = self.message.new_empty(self.width)
-        self.work = dist.reduce_scatter_single(
-            self.line, self.message, group=self.group, async_op=True
-        )
+        message = self.message.flatten()  # a view: gloo wants equal numbers of dims
+        self.work = dist.reduce_scatter_single(self.line, message, group=self.group, async_op=True)
 
     def accumulate(self, *, is_last: bool) -> None:
         """Wait for `reduce` and add its result up; after the last one, begin to sum over copies.
@@ -119,7 +118,8 @@ class Bucket:
         self.line = first.new_empty(self.width)
         for name, (start, length) in self.own.items():
             self.rows(name, self.line).copy_(self.weights[name][start : start + length])
-        self.work = dist.all_gather_single(self.message, self.line, group=self.group, async_op=True)
+        message = self.message.flatten()
+        self.work = dist.all_gather_single(message, self.line, group=self.group, async_op=True)
 
     def receive_weights(self) -> None:
         """Wait for `send_weights` and put the rows of all ranks in their places."""

@@ -14,8 +14,8 @@ residual stream; a rank's stage has L blocks. A step moves four kinds of things:
 | gradients, ZeRO 2 and 3 | dp_shard | m reduce-scatters for each; 1 if deferred  | the block     |
 
 and some numbers: tokens to count, the loss, the gradient norm. Every line is held equal to what a
-real step is seen to communicate (`recorder`), to the byte. Only steps after the first ones: in the first
-one the stages of a pipeline agree on what they will send, and in the second (third, with a static
+real step is seen to communicate (`recorder`), to the byte. Only steps after the first ones: in the
+first the stages of a pipeline agree on what they will send, and in the second (third, with a static
 graph) DistributedDataParallel has all ranks cut its buckets alike.
 
 A strategy adds a function here and a row in PURPOSES.
