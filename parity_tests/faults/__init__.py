@@ -3,7 +3,8 @@
 A bound proves something only if a wrong program breaks it. Each fault here is a mistake that people
 have made; the tests show that the parity check sees it, and that it names what was broken. One file
 for each kind: what goes forward, what goes backward, what is summed over ranks, the optimizer,
-random numbers, data; and one for the grid of two-dimensional tensor parallelism.
+random numbers, data; one for what is shared out by rows, or sent in buckets, and one for the grid
+of two-dimensional tensor parallelism.
 """
 
 from parity_tests.faults import (
@@ -14,6 +15,7 @@ from parity_tests.faults import (
     optimizer,
     randomness,
     reduction,
+    rows,
 )
 from parity_tests.faults.fault import FAULTS, KINDS, Check, Fault
 
@@ -31,4 +33,5 @@ __all__ = [
     "optimizer",
     "randomness",
     "reduction",
+    "rows",
 ]
