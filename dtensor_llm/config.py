@@ -53,6 +53,12 @@ class RefusedPair(Enum):
         "with sequence parallelism all ranks take equally many tokens",
     )
 
+    STAGE_3 = (
+        "--reshard-after-forward, --prefetch-depth or --offload weights",
+        "--zero below 3",
+        "only ZeRO stage 3 shards weights and gathers those in use",
+    )
+
     def __init__(self, feature: str, other: str, reason: str) -> None:
         self.feature, self.other, self.reason = feature, other, reason
 
@@ -259,8 +265,39 @@ class ParallelConfig:
         minimum=0,
         maximum=3,
     )
+    reshard_after_forward: bool | None = option(
+        None,
+        "at ZeRO stage 3, free a block's gathered weights after its forward pass and gather them "
+        "again for its backward pass",
+        follows="on, but off with pp, where every microbatch would gather again",
+    )
+    prefetch_depth: int | None = option(
+        None,
+        "at ZeRO stage 3, how far ahead of the computation weights are gathered",
+        unit="blocks",
+        minimum=0,
+        follows="1",
+    )
+    offload: str = option(
+        "none",
+        "what lies in the host's memory: nothing, what the optimizer steps on, or at ZeRO stage 3 "
+        "weights and gradients too",
+        choices=("none", "optimizer", "weights"),
+    )
     schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
     sequence_parallel: bool = option(True, "shard norms and dropout on tokens over the tp ranks")
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether ZeRO stage 3 frees gathered weights between forward and backward."""
+        if self.reshard_after_forward is None:
+            return self.mesh.pp == 1
+        return self.reshard_after_forward
+
+    @property
+    def blocks_ahead(self) -> int:
+        """How many blocks ahead of the computation ZeRO stage 3 gathers weights."""
+        return 1 if self.prefetch_depth is None else self.prefetch_depth
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_llm.config import TrainConfig
 from dtensor_llm.model import GPT
+from dtensor_llm.offload import HostOptimizerMemory
 from dtensor_llm.plan import local_tensor
 
 
@@ -41,9 +42,10 @@ class Optimizer:
     Attributes:
         weights: {name: parameter}, as the model holds them.
         shards: {name: the local part, a plain parameter that shares its memory}.
+        host: their twins in the host's memory, if the optimizer is offloaded: see `offload`.
     """
 
-    def __init__(self, model: GPT, config: TrainConfig) -> None:
+    def __init__(self, model: GPT, config: TrainConfig, *, offload: bool = False) -> None:
         self.config = config
         self.weights = model.weights()
         self.shards = {
@@ -52,9 +54,11 @@ class Optimizer:
         }
         # A rank may own nothing of a small parameter: then there is nothing to step on.
         owned = {name: shard for name, shard in self.shards.items() if shard.numel() > 0}
+        self.host = HostOptimizerMemory(owned) if offload else None
+        self.stepped = self.host.twins if self.host else owned
         groups = [
             {
-                "params": [p for name, p in owned.items() if is_decayed(name) == decayed],
+                "params": [p for name, p in self.stepped.items() if is_decayed(name) == decayed],
                 "weight_decay": config.weight_decay if decayed else 0.0,
             }
             for decayed in (True, False)
@@ -72,7 +76,11 @@ class Optimizer:
     def step(self, learning_rate: float) -> None:
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
+        if self.host:
+            self.host.take_gradients()
         self.torch_optimizer.step()
+        if self.host:
+            self.host.give_weights()
 
     def zero_grad(self) -> None:
         for name, weight in self.weights.items():
@@ -80,7 +88,8 @@ class Optimizer:
 
     def state(self, name: str) -> dict[str, Tensor]:
         """The state of a parameter's local part: exp_avg and exp_avg_sq, or momentum_buffer."""
-        return self.torch_optimizer.state.get(self.shards[name], {})
+        stepped = self.stepped.get(name)
+        return {} if stepped is None else self.torch_optimizer.state.get(stepped, {})
 
 
 def make_optimizer(groups: list[dict[str, object]], config: TrainConfig) -> torch.optim.Optimizer:

@@ -22,6 +22,7 @@ from dtensor_llm.initialize import initialize
 from dtensor_llm.loss import summed_cross_entropy
 from dtensor_llm.mesh import build_mesh
 from dtensor_llm.model import GPT
+from dtensor_llm.offload import policy
 from dtensor_llm.parallel import (
     data_parallel,
     pipeline_parallel,
@@ -77,9 +78,17 @@ def parallelize(config: Config, device: torch.device) -> Parallelized:
         apply_tensor_parallel(config, model, axes["tp"])
         loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp"])
     model.tie_embeddings()
-    if config.dp > 1:
-        strategy = zero if config.parallel.zero == 3 else data_parallel
-        strategy.apply(model, data_mesh(config, mesh), device)
+    if config.parallel.zero == 3 and (config.dp > 1 or config.parallel.offload == "weights"):
+        zero.apply(
+            model,
+            data_mesh(config, mesh),
+            device,
+            reshard=config.parallel.reshards_after_forward,
+            prefetch=config.parallel.blocks_ahead,
+            offload=policy(device) if config.parallel.offload == "weights" else None,
+        )
+    elif config.dp > 1:
+        data_parallel.apply(model, data_mesh(config, mesh), device)
     materialize(model, device)
     initialize(model, config.train.seed)
     schedule = None

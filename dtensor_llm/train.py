@@ -24,6 +24,7 @@ from dtensor_llm.optimizer import (
     learning_rate,
     sum_of_squares,
 )
+from dtensor_llm.parallel import zero
 from dtensor_llm.parallelize import Parallelized, normalized, parallelize
 from dtensor_llm.worlds import World
 
@@ -53,7 +54,8 @@ class Trainer:
         self.config, self.world = config, world
         self.parallel: Parallelized = parallelize(config, world.device)
         self.model, self.mesh = self.parallel.model, self.parallel.mesh
-        self.optimizer = Optimizer(self.model, config.train)
+        offload = config.parallel.offload == "optimizer"
+        self.optimizer = Optimizer(self.model, config.train, offload=offload)
         self.data_groups = [
             self.parallel.axes[axis].get_group() for axis in DATA_AXES if axis in self.parallel.axes
         ]
@@ -230,6 +232,7 @@ class Trainer:
             labels = batch.labels.to(device)
             total += self.forward_only(batch.tokens.to(device), labels).double()
             count += count_valid_tokens(labels)
+        zero.free_gathered(self.model)
         total, count = self.sum_over_ranks(total, count * float(self.reports_loss))
         return (total / count.clamp(min=1)).item(), int(count.item())
 

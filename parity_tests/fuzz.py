@@ -212,11 +212,22 @@ def draw_batch(random: Random, mesh: MeshSizes) -> Values:
     fewest = mesh.pp if schedule == "1f1b" else 1
     microbatches = fewest + random.choice((0, 0, 1, 2, 3) if mesh.num_ranks <= 6 else (0, 0, 1))
     micro_batch = random.choice((1, 1, 2, 3)) if mesh.dp * microbatches <= 12 else 1
-    return {
+    return draw_zero(random) | {
         "schedule": schedule,
-        "zero": random.choice((0, 3)),
         "global_batch_size": mesh.dp * microbatches * micro_batch,
         "micro_batch_size": random.choice((None, micro_batch, micro_batch)),
+    }
+
+
+def draw_zero(random: Random) -> Values:
+    """The stage, and what it allows to do with weights that are not in use."""
+    if random.random() < 0.5:
+        return {"zero": 0, "offload": random.choice(("none", "none", "optimizer"))}
+    return {
+        "zero": 3,
+        "reshard_after_forward": random.choice((None, True, False)),
+        "prefetch_depth": random.choice((None, 0, 1, 2, 5)),
+        "offload": random.choice(("none", "none", "optimizer", "weights")),
     }
 
 
@@ -300,6 +311,9 @@ UNRULY: dict[str, Redraw] = {
     "schedule": lambda *_: {"schedule": "1f1b"},
     "warmup_steps": number("warmup_steps", 0, 8),
     "zero": number("zero", 0, 3),
+    "reshard_after_forward": lambda random, _: {"reshard_after_forward": random.random() < 0.5},
+    "prefetch_depth": number("prefetch_depth", 0, 3),
+    "offload": lambda *_: {"offload": "weights"},
     "mesh": lambda random, _: {"mesh": draw_mesh(random)},
     "absent axis": lambda random, values: {
         "mesh": dataclasses.replace(values["mesh"], **{random.choice(("cp", "ep")): 2})

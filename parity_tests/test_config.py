@@ -285,7 +285,8 @@ def test_every_flag_sets_its_field() -> None:
         "--global-batch-size 32 --micro-batch-size 4 --steps 9 --lr 1e-3 --warmup-steps 2 "
         "--min-lr-ratio 0 --weight-decay 0.2 --clip-grad 0.5 --seed 7 --optimizer sgd "
         "--momentum 0.5 --beta1 0.8 --beta2 0.9 --eps 1e-6 --dtype float64 --eval-every 3 "
-        "--eval-samples 5 --mesh 2x2x1 --zero 0 --schedule gpipe --no-sequence-parallel "
+        "--eval-samples 5 --mesh 2x2x1 --zero 3 --schedule gpipe --no-sequence-parallel "
+        "--reshard-after-forward --prefetch-depth 2 --offload weights "
         "--world threads --device cpu --timeout 5 --data a b --check-parity "
         "--record run --record-every 7 --metrics run.jsonl"
     )
@@ -296,7 +297,9 @@ def test_every_flag_sets_its_field() -> None:
         if flag != "--model"
     }
     for setting in SETTINGS.values():
-        assert getattr(getattr(config, setting.section), setting.name) != setting.default
+        if setting.name != "zero":  # another stage refuses what the default has options for
+            assert getattr(getattr(config, setting.section), setting.name) != setting.default
+    assert read("--zero 0").parallel.zero == 0
     assert config.run.data == ("a", "b")
     assert read(shlex.join(flags_of(config))) == config
     assert config.model == ModelConfig(

@@ -177,6 +177,23 @@ def zero_stage_is_available(config: Config, _: Surroundings) -> Iterator[str]:
         )
 
 
+def options_of_stage_3_have_it(config: Config, _: Surroundings) -> Iterator[str]:
+    parallel = config.parallel
+    reshard, depth = parallel.reshard_after_forward, parallel.prefetch_depth
+    given = {
+        "--reshard-after-forward": reshard is True,
+        "--no-reshard-after-forward": reshard is False,
+        f"--prefetch-depth {depth}": depth is not None,
+        "--offload weights": parallel.offload == "weights",
+    }
+    for flag in (flag for flag, is_given in given.items() if is_given and parallel.zero < 3):
+        cure = "--offload optimizer" if flag == "--offload weights" else "leaving it out"
+        yield (
+            f"{flag} with --zero {parallel.zero}: {RefusedPair.STAGE_3.reason}; --zero 3 or "
+            f"{cure} would do"
+        )
+
+
 def parity_has_a_rule(config: Config, _: Surroundings) -> Iterator[str]:
     reorders = config.train.dtype == "float64" and config.needs_control
     if config.run.check_parity and reorders and config.train.global_batch_size == 1:
@@ -210,6 +227,10 @@ MODEL_RULES = (
     *ON_THE_MESH,
     Rule(axes_are_available, frozenset({"mesh"})),
     Rule(zero_stage_is_available, frozenset({"zero"})),
+    Rule(
+        options_of_stage_3_have_it,
+        frozenset({"zero", "reshard_after_forward", "prefetch_depth", "offload"}),
+    ),
     Rule(
         parity_has_a_rule,
         frozenset({"check_parity", "dtype", "steps", "lr", "eps", "init_std", "global_batch_size"}),
