@@ -9,8 +9,6 @@ from fractions import Fraction
 
 from dtensor_llm.config import Config, ModelConfig
 
-BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "bfloat16": 2}
-
 
 @dataclass(frozen=True)
 class MemoryFloor:
@@ -41,9 +39,7 @@ def memory_floor(config: Config) -> MemoryFloor:
     Activations: what each microbatch in flight keeps for its backward pass.
     """
     train, parallel = config.train, config.parallel
-    moments = 2 if train.optimizer == "adamw" else int(train.momentum > 0)
     replicas = config.dp if parallel.zero == 0 else parallel.mesh.dp_replicate
-    element_size = BYTES_OF_DTYPE[train.dtype]
     sequences = min(config.dp * config.micro_batch_size, train.global_batch_size)
     tokens = sequences * config.model.seq_len
     kept = tokens * int(
@@ -52,10 +48,10 @@ def memory_floor(config: Config) -> MemoryFloor:
     )
     return MemoryFloor(
         parameters=config.model.num_parameters,
-        tensors_per_parameter=2 + moments,
+        tensors_per_parameter=2 + train.num_moments,
         copies=replicas + int(config.run.check_parity),
-        element_size=element_size,
-        activations=kept * element_size,
+        element_size=train.element_size,
+        activations=kept * train.element_size,
     )
 
 
