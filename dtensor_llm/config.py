@@ -277,21 +277,18 @@ class ParallelConfig:
     )
     reshard_after_forward: bool | None = option(
         None,
-        "at ZeRO stage 3, free a block's gathered weights after its forward pass and gather them "
-        "again for its backward pass",
+        "at ZeRO stage 3, gather a block's weights again for backward, not keep them from forward",
         follows="on, but off with pp, where every microbatch would gather again",
     )
-    prefetch_depth: int | None = option(
-        None,
+    prefetch_depth: int = option(
+        1,
         "at ZeRO stage 3, how far ahead of the computation weights are gathered",
         unit="blocks",
         minimum=0,
-        follows="1",
     )
     offload: str = option(
         "none",
-        "what lies in the host's memory: nothing, what the optimizer steps on, or at ZeRO stage 3 "
-        "weights and gradients too",
+        "what waits in the host's memory: optimizer state, or (ZeRO stage 3) weights as well",
         choices=("none", "optimizer", "weights"),
     )
     schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
@@ -300,14 +297,8 @@ class ParallelConfig:
     @property
     def reshards_after_forward(self) -> bool:
         """Whether ZeRO stage 3 frees gathered weights between forward and backward."""
-        if self.reshard_after_forward is None:
-            return self.mesh.pp == 1
-        return self.reshard_after_forward
-
-    @property
-    def blocks_ahead(self) -> int:
-        """How many blocks ahead of the computation ZeRO stage 3 gathers weights."""
-        return 1 if self.prefetch_depth is None else self.prefetch_depth
+        asked = self.reshard_after_forward
+        return self.mesh.pp == 1 if asked is None else asked
 
 
 @dataclass(frozen=True)

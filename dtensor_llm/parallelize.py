@@ -84,7 +84,7 @@ def parallelize(config: Config, device: torch.device) -> Parallelized:
             data_mesh(config, mesh),
             device,
             reshard=config.parallel.reshards_after_forward,
-            prefetch=config.parallel.blocks_ahead,
+            prefetch=config.parallel.prefetch_depth,
             offload=policy(device) if config.parallel.offload == "weights" else None,
         )
     elif config.dp > 1:

@@ -226,7 +226,7 @@ def draw_zero(random: Random) -> Values:
     return {
         "zero": 3,
         "reshard_after_forward": random.choice((None, True, False)),
-        "prefetch_depth": random.choice((None, 0, 1, 2, 5)),
+        "prefetch_depth": random.choice((0, 1, 1, 2, 5)),
         "offload": random.choice(("none", "none", "optimizer", "weights")),
     }
 

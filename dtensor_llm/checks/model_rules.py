@@ -7,7 +7,7 @@ from dataclasses import replace
 from dtensor_llm.checks.rule import Rule, Surroundings, near_multiples, propose, remainder
 from dtensor_llm.config import Config, MeshSizes, RefusedPair
 from dtensor_llm.mesh import fitting_meshes
-from dtensor_llm.settings import join_or
+from dtensor_llm.settings import SETTINGS, join_or
 
 MASK_LEVELS = 65536
 """Dropout masks compare 16-bit random numbers with rate x 65536, rounded."""
@@ -183,7 +183,7 @@ def options_of_stage_3_have_it(config: Config, _: Surroundings) -> Iterator[str]
     given = {
         "--reshard-after-forward": reshard is True,
         "--no-reshard-after-forward": reshard is False,
-        f"--prefetch-depth {depth}": depth is not None,
+        f"--prefetch-depth {depth}": depth != SETTINGS["prefetch_depth"].default,
         "--offload weights": parallel.offload == "weights",
     }
     for flag in (flag for flag, is_given in given.items() if is_given and parallel.zero < 3):
