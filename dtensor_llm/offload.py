@@ -14,7 +14,7 @@ steps while the next forward pass runs on old weights, is left out: it changes t
 |---------------------------|--------|-----------------|---------|
 | weights                   | device | device and host | host    |
 | gradients                 | device | device and host | host    |
-| moments                   | device | host            | host    |
+| optimizer state           | device | host            | host    |
 
 Copies, in bytes of the rank's shards, at a step of m microbatches:
 
@@ -35,13 +35,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 HOST = torch.device("cpu")
 
 PLACES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "none": {"weights": ("device",), "gradients": ("device",), "moments": ("device",)},
+    "none": {"weights": ("device",), "gradients": ("device",), "optimizer": ("device",)},
     "optimizer": {
         "weights": ("device", "host"),
         "gradients": ("device", "host"),
-        "moments": ("host",),
+        "optimizer": ("host",),
     },
-    "weights": {"weights": ("host",), "gradients": ("host",), "moments": ("host",)},
+    "weights": {"weights": ("host",), "gradients": ("host",), "optimizer": ("host",)},
 }
 """The first table: {option: {role: where it lies}}."""
 
@@ -51,7 +51,8 @@ def held_bytes(option: str, shards: Mapping[str, int]) -> dict[str, dict[str, in
 
     Args:
         option: none, optimizer or weights.
-        shards: bytes of what the rank owns of `weights`, `gradients` and `moments`.
+        shards: bytes of what the rank holds without offload of `weights`, `gradients` and
+            `optimizer` (state).
     """
     places = PLACES[option]
     return {

@@ -459,6 +459,12 @@ KEPT_PER_TOKEN_AND_BLOCK = 4 * 64 + 4 * 64 + 2 * 256
             220_544 * 2 * 8 * 5,
             4096 * (4 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 8,
         ),
+        # an offloaded optimizer has weights and gradients of its own
+        (
+            "--offload optimizer",
+            220_544 * 6 * 4,
+            4096 * (4 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4,
+        ),
         # 1F1B on 2 stages: 2 and 1 microbatches in flight, 1.5 x 4 blocks
         (
             "--mesh 1x2x1 --micro-batch-size 8",

@@ -21,6 +21,7 @@ stays for backward: one all-gather a block and microbatch less, and at the end o
 holds every block whole. `prefetch` blocks are gathered ahead of the one that computes, in both
 directions, so that the network works meanwhile; they are whole that much earlier, at equal bytes.
 What is in no block (embeddings, final norm, head) is gathered once a microbatch in either case.
+Where the shards wait between uses is a third choice: see `dtensor_llm.offload`.
 
 Comm, for each block and microbatch: all-gather forward, all-gather backward (only if it reshards),
 reduce-scatter of the gradients, and an all-reduce of the shard over dp_replicate. Under a pipeline
