@@ -10,18 +10,13 @@ all-gather copies its shard in, and each reduced gradient is copied out.
 Paper: Ren et al., ZeRO-Offload, arXiv 2101.06840, sections 3 and 4.1. Its delayed update, which
 steps while the next forward pass runs on old weights, is left out: it changes the numbers.
 
-| of what a rank owns       | none   | optimizer       | weights |
-|---------------------------|--------|-----------------|---------|
-| weights                   | device | device and host | host    |
-| gradients                 | device | device and host | host    |
-| optimizer state           | device | host            | host    |
+| --offload | on the device          | on the host                      | copied                    |
+|-----------|------------------------|----------------------------------|---------------------------|
+| optimizer | weights, gradients     | moments, and both of these again | gradients out, weights in |
+| weights   | a block's, when in use | weights, gradients, moments      | out after each reduction, |
+|           |                        |                                  | in before each all-gather |
 
-Copies, in bytes of the rank's shards, at a step of m microbatches:
-
-| option    | out                                    | in                                      |
-|-----------|----------------------------------------|-----------------------------------------|
-| optimizer | gradients, once                        | weights, once                           |
-| weights   | gradients, once for each reduce-scatter | weights, once for each all-gather       |
+In bytes: `planner/host.py`.
 
 Comm: none. Pinned buffers (on CUDA) let copies run beside the computation; they are made once.
 """
@@ -33,48 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 HOST = torch.device("cpu")
-
-PLACES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "none": {"weights": ("device",), "gradients": ("device",), "optimizer": ("device",)},
-    "optimizer": {
-        "weights": ("device", "host"),
-        "gradients": ("device", "host"),
-        "optimizer": ("host",),
-    },
-    "weights": {"weights": ("host",), "gradients": ("host",), "optimizer": ("host",)},
-}
-"""The first table: {option: {role: where it lies}}."""
-
-
-def held_bytes(option: str, shards: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """What a rank holds at the end of a step, {"device" or "host": {role: bytes}}.
-
-    Args:
-        option: none, optimizer or weights.
-        shards: bytes of what the rank holds without offload of `weights`, `gradients` and
-            `optimizer` (state).
-    """
-    places = PLACES[option]
-    return {
-        place: {role: size for role, size in shards.items() if place in places[role]}
-        for place in ("device", "host")
-    }
-
-
-def copied_bytes(
-    option: str, shards: Mapping[str, int], *, gathers: int, reductions: int
-) -> dict[str, int]:
-    """Bytes that a rank copies `out` of its device and `in` during one step: the second table.
-
-    Args:
-        option: none, optimizer or weights.
-        shards: as of `held_bytes`; in `weights` those that are gathered, padding included.
-        gathers: all-gathers of each weight in the step.
-        reductions: reduce-scatters of each gradient.
-    """
-    times = {"none": (0, 0), "optimizer": (1, 1), "weights": (reductions, gathers)}
-    out, into = times[option]
-    return {"out": out * shards["gradients"], "in": into * shards["weights"]}
 
 
 def policy(device: torch.device) -> CPUOffloadPolicy:

@@ -1,6 +1,5 @@
 """Offload: bitwise what it is without; every copy and every byte held as in the closed forms."""
 
-import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_llm.config import Config
-from dtensor_llm.offload import HOST, HostOptimizerMemory, copied_bytes, held_bytes, policy
-from dtensor_llm.planner.costs import padded_bytes
-from dtensor_llm.planner.parameters import groups, other_parameters, rest_shape
+from dtensor_llm.offload import HOST, HostOptimizerMemory, policy
+from dtensor_llm.planner import host
+from dtensor_llm.planner.parameters import Place
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
 from parity_tests.harness import LLAMA, SECONDS, batches_for, parity, small_config
@@ -113,26 +112,22 @@ def test_copies_of_an_optimizer_step(mesh: str, optimizer: str, zero: int) -> No
 
     def main(world: World) -> None:
         trainer, batches = Trainer(config, world), batches_for(config)
-        host = trainer.optimizer.host
-        assert host is not None
+        memory = trainer.optimizer.host
+        assert memory is not None
         for step in range(2):
             batch = batches.batch(step, trainer.samples)
             result = trainer.compute_gradients(step, batch.tokens, batch.labels)
             with Copies() as copies:
                 trainer.update(result)
-            owned = [trainer.optimizer.shards[name] for name in host.twins]
+            owned = [trainer.optimizer.shards[name] for name in memory.twins]
             gradients = {storage(g) for s in owned if (g := s.grad) is not None}
-            room = {storage(t.grad) for t in host.twins.values() if t.grad is not None}
-            twins = {storage(t) for t in host.twins.values()}
+            room = {storage(t.grad) for t in memory.twins.values() if t.grad is not None}
+            twins = {storage(t) for t in memory.twins.values()}
             weights = {storage(s) for s in owned}
             out = sum(n for a, b, n in copies.seen if a in gradients and b in room)
             into = sum(n for a, b, n in copies.seen if a in twins and b in weights)
-            size = shard_bytes(trainer)
-            assert copied_bytes("optimizer", size, gathers=0, reductions=0) == {
-                "out": out,
-                "in": into,
-            }
-            assert len(copies.seen) == 2 * len(host.twins), "and nothing else is copied"
+            assert {"out": out, "in": into} == host.copies(config, place_of(trainer))
+            assert len(copies.seen) == 2 * len(memory.twins), "and nothing else is copied"
 
     threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)
 
@@ -179,7 +174,6 @@ def test_copies_of_offloaded_weights(
     config = config_of(
         mesh, offload="weights", micro_batch_size=2, reshard_after_forward=reshard, layers=4
     )
-    m, pipelined = config.microbatches, config.parallel.mesh.pp > 1
     moves = Moves()
     monkeypatch.setattr(Tensor, "to", lambda x, *args, **kwargs: moves.to(x, *args, **kwargs))
 
@@ -189,21 +183,7 @@ def test_copies_of_offloaded_weights(
         trainer.step(0, batch.tokens, batch.labels)
         moves.out = moves.into = 0
         trainer.step(1, batch.tokens, batch.labels)
-        place, shards = place_of(trainer), config.parallel.mesh.dp_shard
-        reductions = 1 if pipelined else m
-        again = (m if reshard else 0) + reductions
-        out = into = 0
-        for group in groups(config, place):
-            is_rest = group == other_parameters(config, place)
-            sizes = {
-                "weights": padded_bytes(group, config, place) // shards,
-                "gradients": sum(math.prod(rest_shape(p, config, place)) for p in group.values())
-                * config.train.element_size,
-            }
-            gathers = reductions if is_rest else again
-            part = copied_bytes("weights", sizes, gathers=gathers, reductions=reductions)
-            out, into = out + part["out"], into + part["in"]
-        assert (moves.out, moves.into) == (out, into)
+        assert {"out": moves.out, "in": moves.into} == host.copies(config, place_of(trainer))
 
     threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)
 
@@ -231,15 +211,15 @@ def test_bytes_held_at_the_end_of_a_step(mesh: str, offload: str, optimizer: str
             [x for x in near + twins if x.numel()]
         )
         found = {"device": {}, "host": {}}
-        found["host" if on_host else "device"] |= held(near)
-        found["host"] |= held(twins) if twins else {}
+        found["host" if on_host else "device"] |= near_bytes(near)
+        found["host"] |= near_bytes(twins) if twins else {}
         found["device" if offload == "none" else "host"]["optimizer"] = total(states)
-        assert held_bytes(offload, shard_bytes(trainer)) == found
+        assert host.held(offload, shard_bytes(trainer)) == found
 
     threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)
 
 
-def held(parameters: list[nn.Parameter]) -> dict[str, int]:
+def near_bytes(parameters: list[nn.Parameter]) -> dict[str, int]:
     gradients = [x.grad for x in parameters if x.grad is not None]
     return {"weights": total(parameters), "gradients": total(gradients)}
 
@@ -250,15 +230,16 @@ def total(tensors: Any) -> int:
 
 def test_closed_forms() -> None:
     sizes = {"weights": 10, "gradients": 20, "optimizer": 40}
-    assert held_bytes("none", sizes) == {"device": sizes, "host": {}}
-    assert held_bytes("weights", sizes) == {"device": {}, "host": sizes}
-    assert held_bytes("optimizer", sizes) == {
+    assert host.held("none", sizes) == {"device": sizes, "host": {}}
+    assert host.held("weights", sizes) == {"device": {}, "host": sizes}
+    assert host.held("optimizer", sizes) == {
         "device": {"weights": 10, "gradients": 20},
         "host": sizes,
     }
-    assert copied_bytes("none", sizes, gathers=3, reductions=2) == {"out": 0, "in": 0}
-    assert copied_bytes("optimizer", sizes, gathers=3, reductions=2) == {"out": 20, "in": 10}
-    assert copied_bytes("weights", sizes, gathers=3, reductions=2) == {"out": 40, "in": 30}
+
+
+def test_none_copies_nothing() -> None:
+    assert host.copies(config_of("2x2x2"), Place()) == {"out": 0, "in": 0}
 
 
 # ---------------------------------------------------------------- buffers

@@ -241,9 +241,10 @@ def allocated_blocks(trainer: Trainer) -> int:
     return count
 
 
-def test_weights_are_shards_after_an_evaluation() -> None:
-    """Else the next step, if it came without one, would compute with what was gathered before."""
-    config = small_config("1x1x2", reshard_after_forward=False)
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x2"])
+def test_weights_are_shards_after_an_evaluation(mesh: str) -> None:
+    """Else weights that change before the next one would not be seen by it."""
+    config = small_config(mesh, reshard_after_forward=False)
 
     def main(world: World) -> list[float]:
         trainer = Trainer(config, world)
@@ -258,5 +259,5 @@ def test_weights_are_shards_after_an_evaluation() -> None:
                 shard.data.mul_(1.01)
         return losses
 
-    first, second = threads.run(2, main, timeout=SECONDS)[0]
+    first, second = threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)[0]
     assert first != second
