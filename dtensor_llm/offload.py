@@ -10,11 +10,11 @@ all-gather copies its shard in, and each reduced gradient is copied out.
 Paper: Ren et al., ZeRO-Offload, arXiv 2101.06840, sections 3 and 4.1. Its delayed update, which
 steps while the next forward pass runs on old weights, is left out: it changes the numbers.
 
-| --offload | on the device          | on the host                | copied                    |
-|-----------|------------------------|----------------------------|---------------------------|
-| optimizer | weights, gradients     | moments, both of these too | gradients out, weights in |
+| --offload | on the device          | on the host                 | copied                    |
+|-----------|------------------------|-----------------------------|---------------------------|
+| optimizer | weights, gradients     | moments, both of these too  | gradients out, weights in |
 | weights   | a block's, when in use | weights, gradients, moments | out after each reduction, |
-|           |                        |                            | in before each all-gather |
+|           |                        |                             | in before each all-gather |
 
 In bytes: `planner/host.py`.
 
