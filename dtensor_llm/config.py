@@ -6,7 +6,6 @@ flags and `--help` from them, `checks.py` checks the ranges and everything that 
 
 import dataclasses
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 
@@ -18,49 +17,6 @@ class ConfigError(ValueError):
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = [f"  - {problem}" for problem in problems]
         super().__init__("\n".join([f"{count} in the configuration:", *lines]))
-
-
-class RefusedPair(Enum):
-    """Every two features that are legal apart and refused together, and the reason.
-
-    The checks take the reason for their message from here: a refusal without a row is a bug, but
-    for --check-parity of a batch of one sequence, which is a limit of what can be measured.
-    """
-
-    HEADS = "--heads", "a --width they do not divide", "all heads are equally wide"
-    ROPE = "--positions rope", "an odd head size", "--positions rope turns pairs of elements"
-    KV_HEADS = "--kv-heads", "--heads they do not divide", "each kv-head serves equally many heads"
-    WARMUP = "--warmup-steps", "fewer --steps", "the learning rate would not reach its peak"
-    DP = "dp", "a --global-batch-size it does not divide", "all ranks take equally many sequences"
-    MICRO_BATCH = (
-        "--micro-batch-size",
-        "a --global-batch-size / dp it does not divide",
-        "all microbatches hold equally many sequences",
-    )
-    SCHEDULE_1F1B = (
-        "--schedule 1f1b",
-        "fewer microbatches than pp",
-        "--schedule 1f1b needs a microbatch for every stage",
-    )
-    PP = "pp", "fewer --layers", "each stage takes at least one block"
-    TP_AND_HEADS = "tp", "--heads it does not divide", "a rank takes whole heads"
-    TP_AND_KV_HEADS = "tp", "--kv-heads it does not divide", "a rank takes whole kv-heads"
-    TP_AND_FFN = "tp", "a --ffn-width it does not divide", "a rank takes an equal part"
-    TP_AND_VOCABULARY = "tp", "too small a --vocab-size", "each rank takes at least one token id"
-    SEQUENCE_PARALLEL = (
-        "--sequence-parallel",
-        "a --seq-len that tp does not divide",
-        "with sequence parallelism all ranks take equally many tokens",
-    )
-
-    STAGE_3 = (
-        "--reshard-after-forward, --prefetch-depth or --offload weights",
-        "--zero below 3",
-        "only ZeRO stage 3 shards weights and gathers those in use",
-    )
-
-    def __init__(self, feature: str, other: str, reason: str) -> None:
-        self.feature, self.other, self.reason = feature, other, reason
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
@@ -270,8 +226,8 @@ class ParallelConfig:
     )
     zero: int = option(
         3,
-        "ZeRO stage over the data-parallel ranks: 0 replicates, 3 shards weights, gradients and "
-        "optimizer state",
+        "ZeRO stage over the data-parallel ranks: 0 replicates, 1 shards optimizer state, 2 "
+        "gradients too, 3 weights too",
         minimum=0,
         maximum=3,
     )
@@ -290,6 +246,21 @@ class ParallelConfig:
         "none",
         "what waits in the host's memory: optimizer state, or (ZeRO stage 3) weights as well",
         choices=("none", "optimizer", "weights"),
+    )
+    defer_reduce: bool = option(
+        False,
+        "reduce gradients once a step and not for every microbatch, and hold them whole until "
+        "then; with pp, --zero 3 always does",
+    )
+    ddp: bool = option(
+        False, "replicate by torch's DistributedDataParallel (tp=1); its options follow"
+    )
+    ddp_bucket_mb: float = option(
+        25.0, "gradients that travel in one message", unit="MiB", above=0, maximum=10**6
+    )
+    ddp_bucket_view: bool = option(True, "gradients are views of the messages, not copies")
+    ddp_static_graph: bool = option(
+        False, "the first step's order of gradients is taken for that of all steps"
     )
     schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
     sequence_parallel: bool = option(True, "shard norms and dropout on tokens over the tp ranks")

@@ -123,6 +123,7 @@ def draw(seed: int, index: int) -> Case:
     values["check_parity"] = True
     values |= draw_model(random, values["mesh"])
     values |= draw_batch(random, values["mesh"])
+    values |= draw_data_parallel(random, values)
     if random.random() < SHARE_OF_UNRULY:
         for name in random.sample(list(UNRULY), random.choice((1, 2))):
             values |= UNRULY[name](random, values)
@@ -212,19 +213,35 @@ def draw_batch(random: Random, mesh: MeshSizes) -> Values:
     fewest = mesh.pp if schedule == "1f1b" else 1
     microbatches = fewest + random.choice((0, 0, 1, 2, 3) if mesh.num_ranks <= 6 else (0, 0, 1))
     micro_batch = random.choice((1, 1, 2, 3)) if mesh.dp * microbatches <= 12 else 1
-    return draw_zero(random) | {
+    return {
         "schedule": schedule,
         "global_batch_size": mesh.dp * microbatches * micro_batch,
         "micro_batch_size": random.choice((None, micro_batch, micro_batch)),
     }
 
 
-def draw_zero(random: Random) -> Values:
-    """The stage, and what it allows to do with weights that are not in use."""
-    if random.random() < 0.5:
-        return {"zero": 0, "offload": random.choice(("none", "none", "optimizer"))}
+def draw_data_parallel(random: Random, values: Values) -> Values:
+    """A ZeRO stage or DDP, and when to reduce."""
+    mesh, zero = values["mesh"], random.choice((0, 1, 2, 3))
+    ddp = zero == 0 and mesh.tp == 1 and random.random() < 0.7
+    microbatches = values["global_batch_size"] // (mesh.dp * (values["micro_batch_size"] or 1))
+    at_once = microbatches == 1 or (values["micro_batch_size"] is None and mesh.pp == 1)
     return {
-        "zero": 3,
+        "zero": zero,
+        "defer_reduce": zero >= 2 and random.random() < 0.3,
+        "ddp": ddp,
+        "ddp_bucket_mb": random.choice((25.0, 0.001, 0.01)) if ddp else 25.0,
+        "ddp_bucket_view": not ddp or random.random() < 0.5,
+        "ddp_static_graph": ddp and at_once and random.random() < 0.9,
+        **draw_places(random, zero),
+    }
+
+
+def draw_places(random: Random, zero: int) -> Values:
+    """Where weights and optimizer state wait, and what stage 3 does with weights not in use."""
+    if zero < 3:
+        return {"offload": random.choice(("none", "none", "optimizer"))}
+    return {
         "reshard_after_forward": random.choice((None, True, False)),
         "prefetch_depth": random.choice((0, 1, 1, 2, 5)),
         "offload": random.choice(("none", "none", "optimizer", "weights")),
@@ -314,6 +331,9 @@ UNRULY: dict[str, Redraw] = {
     "reshard_after_forward": lambda random, _: {"reshard_after_forward": random.random() < 0.5},
     "prefetch_depth": number("prefetch_depth", 0, 3),
     "offload": lambda *_: {"offload": "weights"},
+    "defer_reduce": lambda *_: {"defer_reduce": True},
+    "ddp": lambda random, _: {"ddp": True, "zero": random.choice((0, 0, 1))},
+    "ddp_static_graph": lambda *_: {"ddp": True, "zero": 0, "ddp_static_graph": True},
     "mesh": lambda random, _: {"mesh": draw_mesh(random)},
     "absent axis": lambda random, values: {
         "mesh": dataclasses.replace(values["mesh"], **{random.choice(("cp", "ep")): 2})

@@ -20,8 +20,9 @@ import pytest
 from dtensor_llm.checks import Surroundings, check, problems
 from dtensor_llm.checks.model_rules import MODEL_RULES
 from dtensor_llm.command_line import FLAGS, flags_of, parse_command_line
-from dtensor_llm.config import Config, ConfigError, RefusedPair
+from dtensor_llm.config import Config, ConfigError
 from dtensor_llm.mesh import NAMED_SIZES, parse_mesh
+from dtensor_llm.refused_pairs import RefusedPair
 from dtensor_llm.settings import SETTINGS, Setting
 from parity_tests import fuzz
 from parity_tests.harness import LLAMA, parity, small_config, torchrun
@@ -243,12 +244,7 @@ def values_to_train(setting: Setting) -> Iterator[Any]:
         yield from range(least, most + 1)
 
 
-CHOICES = [
-    (setting, value)
-    for setting in SETTINGS_TO_DRAW
-    for value in values_to_train(setting)
-    if (setting.name, value) not in (("zero", 1), ("zero", 2))  # refused: not available yet
-]
+CHOICES = [(setting, value) for setting in SETTINGS_TO_DRAW for value in values_to_train(setting)]
 
 
 @pytest.mark.parametrize(("setting", "value"), CHOICES, ids=lambda x: getattr(x, "name", str(x)))

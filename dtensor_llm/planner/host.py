@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from dtensor_llm.config import Config
 from dtensor_llm.planner.costs import padded_bytes
-from dtensor_llm.planner.parameters import Group, Place, groups, other_parameters, rest_shape
+from dtensor_llm.planner.parameters import Group, Place, groups, other_parameters, owned_shape
 
 PLACES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "none": {"weights": ("device",), "gradients": ("device",), "optimizer": ("device",)},
@@ -64,16 +64,18 @@ def copies(config: Config, place: Place) -> dict[str, int]:
 
 
 def own_bytes(group: Group, config: Config, place: Place) -> int:
-    elements = sum(math.prod(rest_shape(parameter, config, place)) for parameter in group.values())
+    elements = sum(math.prod(owned_shape(parameter, config, place)) for parameter in group.values())
     return elements * config.train.element_size
 
 
 def reductions(config: Config) -> int:
     """Reduce-scatters of each gradient at ZeRO stage 3, also of a rank that is alone."""
-    return 1 if config.parallel.mesh.pp > 1 else config.microbatches
+    deferred = config.parallel.defer_reduce or config.parallel.mesh.pp > 1
+    return 1 if deferred else config.microbatches
 
 
 def gathers(config: Config, *, in_block: bool) -> int:
     """All-gathers of each weight at ZeRO stage 3: see `costs.zero_weights`."""
     again = in_block and config.parallel.reshards_after_forward
-    return reductions(config) + (config.microbatches if again else 0)
+    first = 1 if config.parallel.mesh.pp > 1 else config.microbatches
+    return first + (config.microbatches if again else 0)
