@@ -6,7 +6,6 @@ flags and `--help` from them, `checks.py` checks the ranges and everything that 
 
 import dataclasses
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 
@@ -18,69 +17,6 @@ class ConfigError(ValueError):
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = [f"  - {problem}" for problem in problems]
         super().__init__("\n".join([f"{count} in the configuration:", *lines]))
-
-
-class RefusedPair(Enum):
-    """Every two features that are legal apart and refused together, and the reason.
-
-    The checks take the reason for their message from here: a refusal without a row is a bug, but
-    for --check-parity of a batch of one sequence, which is a limit of what can be measured.
-    """
-
-    HEADS = "--heads", "a --width they do not divide", "all heads are equally wide"
-    ROPE = "--positions rope", "an odd head size", "--positions rope turns pairs of elements"
-    KV_HEADS = "--kv-heads", "--heads they do not divide", "each kv-head serves equally many heads"
-    WARMUP = "--warmup-steps", "fewer --steps", "the learning rate would not reach its peak"
-    DP = "dp", "a --global-batch-size it does not divide", "all ranks take equally many sequences"
-    MICRO_BATCH = (
-        "--micro-batch-size",
-        "a --global-batch-size / dp it does not divide",
-        "all microbatches hold equally many sequences",
-    )
-    SCHEDULE_1F1B = (
-        "--schedule 1f1b",
-        "fewer microbatches than pp",
-        "--schedule 1f1b needs a microbatch for every stage",
-    )
-    PP = "pp", "fewer --layers", "each stage takes at least one block"
-    TP_AND_HEADS = "tp", "--heads it does not divide", "a rank takes whole heads"
-    TP_AND_KV_HEADS = "tp", "--kv-heads it does not divide", "a rank takes whole kv-heads"
-    TP_AND_FFN = "tp", "a --ffn-width it does not divide", "a rank takes an equal part"
-    TP_AND_VOCABULARY = "tp", "too small a --vocab-size", "each rank takes at least one token id"
-    GRID_AND_BATCH = (
-        "tp=RxC",
-        "a --global-batch-size that dp x R does not divide",
-        "all rows of ranks take equally many sequences",
-    )
-    GRID_AND_POSITIONS = (
-        "tp=RxC",
-        "--positions learned with too small a --seq-len",
-        "each row of ranks takes at least one position",
-    )
-    DEFER_REDUCE = (
-        "--defer-reduce",
-        "--zero 0 or 1",
-        "ZeRO stages 0 and 1 reduce gradients once a step anyway",
-    )
-    DDP_AND_ZERO = "--ddp", "--zero 1, 2 or 3", "DistributedDataParallel replicates: ZeRO stage 0"
-    DDP_AND_TP = (
-        "--ddp",
-        "tp",
-        "DistributedDataParallel reduces plain parameters, and tp makes DTensors of them",
-    )
-    STATIC_GRAPH = (
-        "--ddp-static-graph",
-        "several microbatches",
-        "DistributedDataParallel learns a static graph from one backward pass that reduces",
-    )
-    SEQUENCE_PARALLEL = (
-        "--sequence-parallel",
-        "a --seq-len that tp does not divide",
-        "with sequence parallelism all ranks take equally many tokens",
-    )
-
-    def __init__(self, feature: str, other: str, reason: str) -> None:
-        self.feature, self.other, self.reason = feature, other, reason
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
@@ -305,6 +241,22 @@ class ParallelConfig:
         minimum=0,
         maximum=3,
     )
+    reshard_after_forward: bool | None = option(
+        None,
+        "at ZeRO stage 3, gather a block's weights again for backward, not keep them from forward",
+        follows="on, but off with pp, where every microbatch would gather again",
+    )
+    prefetch_depth: int = option(
+        1,
+        "at ZeRO stage 3, how far ahead of the computation weights are gathered",
+        unit="blocks",
+        minimum=0,
+    )
+    offload: str = option(
+        "none",
+        "what waits in the host's memory: optimizer state, or (ZeRO stage 3) weights as well",
+        choices=("none", "optimizer", "weights"),
+    )
     defer_reduce: bool = option(
         False,
         "reduce gradients once a step and not for every microbatch, and hold them whole until "
@@ -324,6 +276,12 @@ class ParallelConfig:
     sequence_parallel: bool = option(
         True, "shard norms and dropout on tokens over the tp ranks; no effect with tp=RxC"
     )
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether ZeRO stage 3 frees gathered weights between forward and backward."""
+        asked = self.reshard_after_forward
+        return self.mesh.pp == 1 if asked is None else asked
 
 
 @dataclass(frozen=True)

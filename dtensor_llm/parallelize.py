@@ -23,6 +23,7 @@ from dtensor_llm.initialize import initialize
 from dtensor_llm.loss import summed_cross_entropy
 from dtensor_llm.mesh import build_mesh
 from dtensor_llm.model import GPT
+from dtensor_llm.offload import policy
 from dtensor_llm.parallel import (
     data_parallel,
     pipeline_parallel,
@@ -90,7 +91,7 @@ def parallelize(config: Config, device: torch.device) -> Parallelized:
     model.tie_embeddings()
     module: nn.Module = model
     buckets = Buckets()
-    if config.dp > 1:
+    if config.dp > 1 or config.parallel.offload == "weights":
         module, buckets = apply_data_parallel(config, model, data_mesh(config, mesh), device)
     materialize(model, device)
     initialize(model, config.train.seed)
@@ -118,8 +119,17 @@ def apply_data_parallel(
             microbatches=config.microbatches,
             each_microbatch=parallel.zero == 2 and not parallel.defer_reduce,
         )
-    strategy = zero if parallel.zero == 3 else data_parallel
-    strategy.apply(model, mesh, device)
+    if parallel.zero == 3:
+        zero.apply(
+            model,
+            mesh,
+            device,
+            reshard=parallel.reshards_after_forward,
+            prefetch=parallel.prefetch_depth,
+            offload=policy(device) if parallel.offload == "weights" else None,
+        )
+    else:
+        data_parallel.apply(model, mesh, device)
     return model, Buckets()
 
 

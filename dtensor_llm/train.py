@@ -25,6 +25,7 @@ from dtensor_llm.optimizer import (
     learning_rate,
     sum_of_squares,
 )
+from dtensor_llm.parallel import zero
 from dtensor_llm.parallelize import Parallelized, normalized, parallelize
 from dtensor_llm.plan import Part
 from dtensor_llm.worlds import World
@@ -56,7 +57,9 @@ class Trainer:
         self.config, self.world = config, world
         self.parallel: Parallelized = parallelize(config, world.device)
         self.model, self.mesh = self.parallel.model, self.parallel.mesh
-        self.optimizer = Optimizer(self.model, config.train, self.parallel.buckets)
+        offload = config.parallel.offload == "optimizer"
+        buckets = self.parallel.buckets
+        self.optimizer = Optimizer(self.model, config.train, buckets, offload=offload)
         self.data_groups = [
             self.parallel.axes[axis].get_group() for axis in DATA_AXES if axis in self.parallel.axes
         ]
@@ -242,6 +245,7 @@ class Trainer:
             labels = batch.labels.to(device)
             total += self.forward_only(batch.tokens.to(device), labels).double()
             count += count_valid_tokens(labels)
+        zero.free_gathered(self.model)
         total, count = self.sum_over_ranks(total, count * float(self.reports_loss))
         return (total / count.clamp(min=1)).item(), int(count.item())
 

@@ -322,6 +322,38 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
             "--world thread: must be auto, processes or threads; did you mean threads?",
         ],
     ),
+    (
+        ALONE,
+        "--zero 0 --reshard-after-forward --prefetch-depth 2",
+        [
+            "--reshard-after-forward with --zero 0: only ZeRO stage 3 shards weights and gathers "
+            "those in use; --zero 3 or leaving it out would do",
+            "--prefetch-depth 2 with --zero 0: only ZeRO stage 3 shards weights and gathers "
+            "those in use; --zero 3 or leaving it out would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--zero 0 --no-reshard-after-forward --offload weights",
+        [
+            "--no-reshard-after-forward with --zero 0: only ZeRO stage 3 shards weights and "
+            "gathers those in use; --zero 3 or leaving it out would do",
+            "--offload weights with --zero 0: only ZeRO stage 3 shards weights and gathers "
+            "those in use; --zero 3 or --offload optimizer would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--prefetch-depth -1",
+        ["--prefetch-depth -1: must be a whole number of at least 0 (blocks)"],
+    ),
+    (
+        ALONE,
+        "--offload optimiser",
+        [
+            "--offload optimiser: must be none, optimizer or weights; did you mean optimizer?",
+        ],
+    ),
     (ALONE, "--zero 4", ["--zero 4: must be a whole number of at least 0 and at most 3"]),
     (
         ALONE,

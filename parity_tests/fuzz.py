@@ -240,6 +240,18 @@ def draw_data_parallel(random: Random, values: Values) -> Values:
         "ddp_bucket_mb": random.choice((25.0, 0.001, 0.01)) if ddp else 25.0,
         "ddp_bucket_view": not ddp or random.random() < 0.5,
         "ddp_static_graph": ddp and at_once and random.random() < 0.9,
+        **draw_places(random, zero),
+    }
+
+
+def draw_places(random: Random, zero: int) -> Values:
+    """Where weights and optimizer state wait, and what stage 3 does with weights not in use."""
+    if zero < 3:
+        return {"offload": random.choice(("none", "none", "optimizer"))}
+    return {
+        "reshard_after_forward": random.choice((None, True, False)),
+        "prefetch_depth": random.choice((0, 1, 1, 2, 5)),
+        "offload": random.choice(("none", "none", "optimizer", "weights")),
     }
 
 
@@ -332,6 +344,9 @@ UNRULY: dict[str, Redraw] = {
     "schedule": lambda *_: {"schedule": "1f1b"},
     "warmup_steps": number("warmup_steps", 0, 8),
     "zero": number("zero", 0, 3),
+    "reshard_after_forward": lambda random, _: {"reshard_after_forward": random.random() < 0.5},
+    "prefetch_depth": number("prefetch_depth", 0, 3),
+    "offload": lambda *_: {"offload": "weights"},
     "defer_reduce": lambda *_: {"defer_reduce": True},
     "ddp": lambda random, _: {"ddp": True, "zero": random.choice((0, 0, 1))},
     "ddp_static_graph": lambda *_: {"ddp": True, "zero": 0, "ddp_static_graph": True},

@@ -20,8 +20,9 @@ import pytest
 from dtensor_llm.checks import Surroundings, check, problems
 from dtensor_llm.checks.model_rules import MODEL_RULES
 from dtensor_llm.command_line import FLAGS, flags_of, parse_command_line
-from dtensor_llm.config import Config, ConfigError, RefusedPair
+from dtensor_llm.config import Config, ConfigError
 from dtensor_llm.mesh import NAMED_SIZES, parse_mesh
+from dtensor_llm.refused_pairs import RefusedPair
 from dtensor_llm.settings import SETTINGS, Setting
 from parity_tests import fuzz
 from parity_tests.harness import LLAMA, parity, small_config, torchrun

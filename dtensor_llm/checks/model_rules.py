@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtensor_llm.checks.rule import Rule, Surroundings, near_multiples, propose, remainder
-from dtensor_llm.config import Config, MeshSizes, RefusedPair
+from dtensor_llm.config import Config, MeshSizes
 from dtensor_llm.mesh import fitting_meshes
-from dtensor_llm.settings import join_or
+from dtensor_llm.refused_pairs import RefusedPair
+from dtensor_llm.settings import SETTINGS, join_or
 
 MASK_LEVELS = 65536
 """Dropout masks compare 16-bit random numbers with rate x 65536, rounded."""
@@ -253,6 +254,23 @@ def static_graph_has_one_microbatch(config: Config, _: Surroundings) -> Iterator
         )
 
 
+def options_of_stage_3_have_it(config: Config, _: Surroundings) -> Iterator[str]:
+    parallel = config.parallel
+    reshard, depth = parallel.reshard_after_forward, parallel.prefetch_depth
+    given = {
+        "--reshard-after-forward": reshard is True,
+        "--no-reshard-after-forward": reshard is False,
+        f"--prefetch-depth {depth}": depth != SETTINGS["prefetch_depth"].default,
+        "--offload weights": parallel.offload == "weights",
+    }
+    for flag in (flag for flag, is_given in given.items() if is_given and parallel.zero < 3):
+        cure = "--offload optimizer" if flag == "--offload weights" else "leaving it out"
+        yield (
+            f"{flag} with --zero {parallel.zero}: {RefusedPair.STAGE_3.reason}; --zero 3 or "
+            f"{cure} would do"
+        )
+
+
 def parity_has_a_rule(config: Config, _: Surroundings) -> Iterator[str]:
     reorders = config.train.dtype == "float64" and config.needs_control
     if config.run.check_parity and reorders and config.train.global_batch_size == 1:
@@ -292,6 +310,10 @@ MODEL_RULES = (
     Rule(
         static_graph_has_one_microbatch,
         frozenset({"ddp", "ddp_static_graph", "global_batch_size", "micro_batch_size", "mesh"}),
+    ),
+    Rule(
+        options_of_stage_3_have_it,
+        frozenset({"zero", "reshard_after_forward", "prefetch_depth", "offload"}),
     ),
     Rule(
         parity_has_a_rule,

@@ -260,19 +260,20 @@ def zero_weights(config: Config, place: Place) -> list[Traffic]:
 
     Stages 1 and 2 gather what has been updated, once a step.
 
-    Stage 3: a block is gathered before its forward and again before its backward, unless it is
-    whole still. What is not in a block is gathered once and stays until its gradients have been
-    reduced. That is after each microbatch; under a pipeline after the last one, until when the
-    block that has done a backward stays whole, too: of the m forwards and m backwards of a stage,
-    m - 1 follow a backward, in every order that GPipe and 1F1B have, so m + 1 find the block
-    sharded.
+    Stage 3: a block is gathered before its forward and, if it was freed, again before its backward,
+    unless it is whole still. What is not in a block is gathered once and stays until its gradients
+    have been reduced. That is after each microbatch; under a pipeline after the last one, until
+    when the block that has done a backward stays whole, too: of the m forwards and m backwards of a
+    stage, m - 1 follow a backward, in every order that GPipe and 1F1B have, so that m + 1 find a
+    block sharded that is freed after forward, and 1 if it is not. Prefetch changes none of that.
     """
     if config.parallel.zero == 0:
         return []
-    m, pipelined = config.microbatches, config.parallel.mesh.pp > 1
-    per_block, per_rest = (m + 1, 1) if pipelined else (2 * m, m)
-    if not shards_weights(config):
-        per_block = per_rest = 1
+    pipelined = config.parallel.mesh.pp > 1
+    per_rest = config.microbatches if shards_weights(config) and not pipelined else 1
+    per_block = per_rest
+    if shards_weights(config) and config.parallel.reshards_after_forward:
+        per_block += config.microbatches
     rest = other_parameters(config, place)
     return [
         t.times(per_rest if group == rest else per_block)

@@ -3,8 +3,8 @@
 A bound proves something only if a wrong program breaks it. Each fault here is a mistake that people
 have made; the tests show that the parity check sees it, and that it names what was broken. One file
 for each kind: what goes forward, what goes backward, what is summed over ranks, the optimizer,
-random numbers, data; one for what is shared out by rows, or sent in buckets, and one for the grid
-of two-dimensional tensor parallelism.
+random numbers, data; and one each for what lies on the host or is gathered, for what is shared out
+by rows, or sent in buckets, and for the grid of two-dimensional tensor parallelism.
 """
 
 from parity_tests.faults import (
@@ -12,6 +12,7 @@ from parity_tests.faults import (
     data,
     forward,
     grid,
+    offload,
     optimizer,
     randomness,
     reduction,
@@ -30,6 +31,7 @@ __all__ = [
     "data",
     "forward",
     "grid",
+    "offload",
     "optimizer",
     "randomness",
     "reduction",
