@@ -30,13 +30,16 @@ def block_broadcast_from_the_next_root() -> Iterator[None]:
     def wrong(ctx: Any, a: Tensor, b: Tensor, outputs: int, grid: Grid) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.cut = (outputs, grid)
-        q, own = grid.row.size(), []
+        q = grid.row.size()
+        own: list[Tensor | None] = []
         for line, (_, length) in enumerate(grid.parts(outputs)):
             root = (line + (outputs % q == 0)) % q
             shape = (length, b.shape[1])
             block = tensor_parallel_2d.broadcast(b, shape, grid.column, root)
             own.append(tensor_parallel_2d.reduce(a @ block.T, grid.row, line))
-        return own[grid.row.rank()]
+        mine = own[grid.row.rank()]
+        assert mine is not None
+        return mine
 
     with patch.object(tensor_parallel_2d._Multiply, "forward", staticmethod(wrong)):
         yield
