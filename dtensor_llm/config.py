@@ -206,6 +206,11 @@ class TrainConfig:
     )
 
     @property
+    def num_moments(self) -> int:
+        """Tensors that the optimizer keeps for each weight, of its size."""
+        return 2 if self.optimizer == "adamw" else int(self.momentum > 0)
+
+    @property
     def num_warmup_steps(self) -> int:
         return self.steps // 10 if self.warmup_steps is None else self.warmup_steps
 

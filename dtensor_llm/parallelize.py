@@ -64,28 +64,44 @@ def parallelize(config: Config, device: torch.device) -> Parallelized:
     Comm: none but the making of process groups.
     """
     mesh = build_mesh(config.parallel.mesh, device.type)
+    axes = used_axes(mesh)
+    model = place(config, mesh, device)
+    initialize(model, config.train.seed)
+    loss_function: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy
+    if "tp" in axes:
+        loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp"])
+    schedule = None
+    if "pp" in axes:
+        schedule = make_schedule(config, model, axes["pp"], loss_function, device)
+    return Parallelized(config, mesh, axes, device, model, loss_function, schedule)
+
+
+def used_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+    """The one-axis meshes of more than one rank."""
     names_and_sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
-    axes = {axis: mesh[axis] for axis, size in names_and_sizes if size > 1}
+    return {axis: mesh[axis] for axis, size in names_and_sizes if size > 1}
+
+
+def place(config: Config, mesh: DeviceMesh, device: torch.device) -> GPT:
+    """Steps 1 to 4: this rank's part of the model, every weight placed, none of them initialized.
+
+    On the meta device nothing takes memory, whatever the mesh: all but the numbers is there.
+    """
+    axes = used_axes(mesh)
     with torch.device("meta"):
         if "pp" in axes:
             model = pipeline_parallel.build_stage(config.model, axes["pp"])
         else:
             model = GPT(config.model)
     model.to(DTYPES[config.train.dtype])
-    loss_function: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy
     if "tp" in axes:
         apply_tensor_parallel(config, model, axes["tp"])
-        loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp"])
     model.tie_embeddings()
     if config.dp > 1:
         strategy = zero if config.parallel.zero == 3 else data_parallel
         strategy.apply(model, data_mesh(config, mesh), device)
     materialize(model, device)
-    initialize(model, config.train.seed)
-    schedule = None
-    if "pp" in axes:
-        schedule = make_schedule(config, model, axes["pp"], loss_function, device)
-    return Parallelized(config, mesh, axes, device, model, loss_function, schedule)
+    return model
 
 
 def data_mesh(config: Config, mesh: DeviceMesh) -> DeviceMesh:

@@ -41,7 +41,6 @@ def memory_floor(config: Config) -> MemoryFloor:
     Activations: what each microbatch in flight keeps for its backward pass.
     """
     train, parallel = config.train, config.parallel
-    moments = 2 if train.optimizer == "adamw" else int(train.momentum > 0)
     replicas = config.dp if parallel.zero == 0 else parallel.mesh.dp_replicate
     element_size = BYTES_OF_DTYPE[train.dtype]
     sequences = min(config.dp * config.micro_batch_size, train.global_batch_size)
@@ -52,7 +51,7 @@ def memory_floor(config: Config) -> MemoryFloor:
     )
     return MemoryFloor(
         parameters=config.model.num_parameters,
-        tensors_per_parameter=2 + moments,
+        tensors_per_parameter=2 + train.num_moments,
         copies=replicas + int(config.run.check_parity),
         element_size=element_size,
         activations=kept * element_size,
