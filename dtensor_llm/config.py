@@ -214,6 +214,11 @@ class TrainConfig:
     def num_warmup_steps(self) -> int:
         return self.steps // 10 if self.warmup_steps is None else self.warmup_steps
 
+    @property
+    def element_size(self) -> int:
+        """Of weights, gradients, moments and activations, in bytes."""
+        return {"float32": 4, "float64": 8, "bfloat16": 2}[self.dtype]
+
 
 @dataclass(frozen=True)
 class MeshSizes:

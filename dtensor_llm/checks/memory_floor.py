@@ -9,8 +9,6 @@ from fractions import Fraction
 
 from dtensor_llm.config import Config, ModelConfig
 
-BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "bfloat16": 2}
-
 
 @dataclass(frozen=True)
 class MemoryFloor:
@@ -42,7 +40,6 @@ def memory_floor(config: Config) -> MemoryFloor:
     """
     train, parallel = config.train, config.parallel
     replicas = config.dp if parallel.zero == 0 else parallel.mesh.dp_replicate
-    element_size = BYTES_OF_DTYPE[train.dtype]
     sequences = min(config.dp * config.micro_batch_size, train.global_batch_size)
     tokens = sequences * config.model.seq_len
     kept = tokens * int(
@@ -53,8 +50,8 @@ def memory_floor(config: Config) -> MemoryFloor:
         parameters=config.model.num_parameters,
         tensors_per_parameter=2 + train.num_moments,
         copies=replicas + int(config.run.check_parity),
-        element_size=element_size,
-        activations=kept * element_size,
+        element_size=train.element_size,
+        activations=kept * train.element_size,
     )
 
 

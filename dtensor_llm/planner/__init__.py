@@ -1,4 +1,5 @@
-"""What a configuration will cost, before it runs.
+"""What a step costs before it runs, in closed form, and how to count what it really costs.
 
-`placements`: where every parameter lies, read off the model as it is built for real.
+`costs` predicts the communication of a step and `recorder` counts it; tests hold the two equal, to
+the byte. `placements` says where every parameter lies, read off the model as it is built for real.
 """

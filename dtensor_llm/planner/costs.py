@@ -1,0 +1,236 @@
+"""What a rank communicates in one optimizer step, in closed form: a function for each purpose.
+
+b sequences of t tokens make a microbatch of a rank and there are m of them; d is the width of the
+residual stream; a rank's stage has L blocks. A step moves four kinds of things:
+
+| what                    | over     | operations of a rank                       | payload       |
+|-------------------------|----------|--------------------------------------------|---------------|
+| activations             | tp       | 4 m L all-reduces, or 4 m L pairs          | b t d         |
+| ... of neighbour stages | pp       | m sent and m received, for each neighbour  | b t d, t / tp |
+| gradients, ZeRO 0       | dp       | 1 all-reduce for each block, and the rest  | the block     |
+| weights, ZeRO 3         | dp_shard | 2 m all-gathers for each block, m the rest | the block     |
+| gradients, ZeRO 3       | dp_shard | m reduce-scatters for each                 | the block     |
+
+and some numbers: tokens to count, the loss, the gradient norm. Every line is held equal to what a
+real step is seen to communicate (`recorder`), to the byte. Only steps after a pipeline's first one:
+in that its stages agree on what they will send.
+
+A strategy adds a function here and a row in PURPOSES.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+from dtensor_llm.config import Config
+from dtensor_llm.mesh import MESH_AXES
+from dtensor_llm.planner.parameters import (
+    Group,
+    Place,
+    groups,
+    is_first,
+    is_last,
+    num_blocks,
+    other_parameters,
+    padded_numel,
+    rest_shape,
+    shards_weights,
+    tp_shape,
+)
+from dtensor_llm.planner.traffic import Traffic, axis_name, merged, traffic
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+
+
+def step_traffic(config: Config, place: Place) -> list[Traffic]:
+    """What the rank at `place` communicates in one step: one entry per operation and axis."""
+    return merged(part for purpose in PURPOSES.values() for part in purpose(config, place))
+
+
+def over(config: Config, operation: str, axes: tuple[str, ...], payload: int) -> list[Traffic]:
+    """One operation over the named axes together; none where they have one rank."""
+    sizes = {axis: getattr(config.parallel.mesh, axis) for axis in MESH_AXES}
+    num_ranks = math.prod(sizes[axis] for axis in axes)
+    if num_ranks == 1:
+        return []
+    return [traffic(operation, axis_name(axes, sizes), num_ranks, payload)]
+
+
+def times(count: int, parts: Iterable[Traffic]) -> list[Traffic]:
+    return [part.times(count) for part in parts if count > 0]
+
+
+def activation(config: Config) -> int:
+    """Bytes of b t d, the activations of a microbatch between two blocks."""
+    model = config.model
+    return config.micro_batch_size * model.seq_len * model.width * config.train.element_size
+
+
+def shards_tokens(config: Config) -> bool:
+    """Whether activations between the split multiplications are sharded by tokens over tp."""
+    return config.parallel.sequence_parallel and config.parallel.mesh.tp > 1
+
+
+# --- tensor and sequence parallelism: for every microbatch
+
+
+def enter(config: Config) -> list[Traffic]:
+    """Of the residual stream into a split multiplication, forward and backward.
+
+    Megatron's f: nothing and an all-reduce; with tokens sharded an all-gather and a reduce-scatter.
+    """
+    kinds = ["all-gather", "reduce-scatter"] if shards_tokens(config) else ["all-reduce"]
+    return [t for kind in kinds for t in over(config, kind, ("tp",), activation(config))]
+
+
+def leave(config: Config) -> list[Traffic]:
+    """Back to the residual stream: the same the other way round. Megatron's g."""
+    return enter(config)
+
+
+def tensor_parallel_blocks(config: Config, place: Place) -> list[Traffic]:
+    """Attention and MLP each enter and leave: four all-reduces a block, or four pairs."""
+    block = 2 * (enter(config) + leave(config))
+    return times(config.microbatches * num_blocks(config, place), block)
+
+
+def tensor_parallel_embedding(config: Config, place: Place) -> list[Traffic]:
+    """Each rank embeds its own token ids, and the sum leaves to the residual stream."""
+    return times(config.microbatches * is_first(place), leave(config))
+
+
+def tensor_parallel_head(config: Config, place: Place) -> list[Traffic]:
+    """The residual stream enters the head, which computes the rank's columns of the logits."""
+    return times(config.microbatches * is_last(config, place), enter(config))
+
+
+def vocabulary_parallel_loss(config: Config, place: Place) -> list[Traffic]:
+    """Three numbers a token: the largest logit, then the sum of exponentials and the label's logit.
+
+    In float32 at least. Backward needs nothing.
+    """
+    size = max(4, config.train.element_size)
+    token = config.micro_batch_size * config.model.seq_len * size
+    parts = [t for n in (1, 2) for t in over(config, "all-reduce", ("tp",), n * token)]
+    return times(config.microbatches * is_last(config, place), parts)
+
+
+def sequence_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
+    """Gradients that are Partial over tp, summed once a step in one buffer: norms, positions and
+    the biases that are added after a sum. Of each what this rank holds after dp has reduced it."""
+    if not shards_tokens(config):
+        return []
+    elements = sum(
+        math.prod(rest_shape(parameter, config, place))
+        for group in groups(config, place)
+        for parameter in group.values()
+        if parameter.meets_residual
+    )
+    return over(config, "all-reduce", ("tp",), elements * config.train.element_size)
+
+
+# --- data parallelism: for every group of parameters, a block or the rest of the stage
+
+
+def data_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
+    """ZeRO 0: one all-reduce for each group, once a step, however many microbatches."""
+    if shards_weights(config):
+        return []
+    return [
+        t
+        for group in groups(config, place)
+        for t in over(config, "all-reduce", DATA_AXES, group_bytes(group, config, place))
+    ]
+
+
+def group_bytes(group: Group, config: Config, place: Place) -> int:
+    elements = sum(math.prod(tp_shape(p, config, place)) for p in group.values())
+    return elements * config.train.element_size
+
+
+def zero_weights(config: Config, place: Place) -> list[Traffic]:
+    """ZeRO 3: the all-gathers, of weights whose rows are padded to a multiple of dp_shard.
+
+    A block is gathered before its forward and again before its backward, unless it is whole still.
+    What is not in a block is gathered once and stays until its gradients have been reduced. That is
+    after each microbatch; under a pipeline after the last one, until when the block that has done a
+    backward stays whole, too: of the m forwards and m backwards of a stage, m - 1 follow a
+    backward, in every order that GPipe and 1F1B have, so m + 1 find the block sharded.
+    """
+    if not shards_weights(config):
+        return []
+    m, pipelined = config.microbatches, config.parallel.mesh.pp > 1
+    per_block, per_rest = (m + 1, 1) if pipelined else (2 * m, m)
+    rest = other_parameters(config, place)
+    return [
+        t.times(per_rest if group == rest else per_block)
+        for group in groups(config, place)
+        for t in over(config, "all-gather", ("dp_shard",), padded_bytes(group, config, place))
+    ]
+
+
+def zero_gradients(config: Config, place: Place) -> list[Traffic]:
+    """ZeRO 3: a reduce-scatter over dp_shard, then an all-reduce of the rank's part over
+    dp_replicate, for each group and microbatch; under a pipeline once a step."""
+    if not shards_weights(config):
+        return []
+    parts = []
+    for group in groups(config, place):
+        whole = padded_bytes(group, config, place)
+        parts += over(config, "reduce-scatter", ("dp_shard",), whole)
+        own = whole // config.parallel.mesh.dp_shard
+        parts += over(config, "all-reduce", ("dp_replicate",), own)
+    return times(1 if config.parallel.mesh.pp > 1 else config.microbatches, parts)
+
+
+def padded_bytes(group: Group, config: Config, place: Place) -> int:
+    elements = sum(padded_numel(parameter, config, place) for parameter in group.values())
+    return elements * config.train.element_size
+
+
+# --- pipeline parallelism
+
+
+def pipeline_activations(config: Config, place: Place) -> list[Traffic]:
+    """Activations of the rank's own tokens to the next stage, their gradients to the one before."""
+    neighbours = (not is_first(place)) + (not is_last(config, place))
+    own = activation(config) // (config.parallel.mesh.tp if shards_tokens(config) else 1)
+    both_ways = [t for way in ("send", "recv") for t in over(config, way, ("pp",), own)]
+    return times(config.microbatches * neighbours, both_ways)
+
+
+def tied_gradients(config: Config, place: Place) -> list[Traffic]:
+    """First and last stage exchange their gradients of a tied embedding, once a step."""
+    if not config.model.tied_embeddings or is_first(place) == is_last(config, place):
+        return []
+    table = other_parameters(config, place)["token_embedding.weight"]
+    own = math.prod(rest_shape(table, config, place)) * config.train.element_size
+    return [t for way in ("send", "recv") for t in over(config, way, ("pp",), own)]
+
+
+# --- numbers that all ranks must agree on
+
+
+def token_count(config: Config, _: Place) -> list[Traffic]:
+    """The valid tokens of the global batch, an int64, summed over one data axis after the other."""
+    return [t for axis in DATA_AXES for t in over(config, "all-reduce", (axis,), 8)]
+
+
+def loss_and_norm(config: Config, _: Place) -> list[Traffic]:
+    """Loss and squared gradient norm: two float64, summed over all ranks."""
+    return over(config, "all-reduce", MESH_AXES, 16)
+
+
+PURPOSES: dict[str, Callable[[Config, Place], list[Traffic]]] = {
+    "blocks, tensor parallel": tensor_parallel_blocks,
+    "embedding, tensor parallel": tensor_parallel_embedding,
+    "head, tensor parallel": tensor_parallel_head,
+    "loss, vocabulary parallel": vocabulary_parallel_loss,
+    "gradients, sequence parallel": sequence_parallel_gradients,
+    "gradients, data parallel": data_parallel_gradients,
+    "weights, ZeRO": zero_weights,
+    "gradients, ZeRO": zero_gradients,
+    "activations, pipeline": pipeline_activations,
+    "tied embedding, pipeline": tied_gradients,
+    "token count": token_count,
+    "loss and gradient norm": loss_and_norm,
+}
