@@ -182,9 +182,11 @@ def bench(
     of_ranks = [torch.empty(len(own), num_steps, 3, dtype=torch.float64) for _ in range(RANKS)]
     dist.all_gather(of_ranks, torch.tensor(own, dtype=torch.float64))
     if world.rank == 0:
-        slowest = torch.stack(of_ranks)[..., 0].amax(dim=0)
-        print(table(variants, dict(zip(variants, slowest.tolist(), strict=True))))
-        print(waiting(variants, of_ranks[1]))
+        wall, _, process = torch.stack(of_ranks).unbind(dim=-1)  # rank variant step
+        slowest = dict(zip(variants, wall.amax(dim=0).tolist(), strict=True))
+        used = [process[: v.ranks, i].sum(dim=0).median() for i, v in enumerate(variants.values())]
+        print(table(variants, slowest, [1e3 * seconds.item() for seconds in used]))
+        print(waiting(variants, process[1]))
 
 
 def timed(step: Step | None, threads: int, tokens: Tensor, labels: Tensor) -> Times:
@@ -203,23 +205,22 @@ def timed(step: Step | None, threads: int, tokens: Tensor, labels: Tensor) -> Ti
     return times
 
 
-def table(variants: Mapping[str, Variant], seconds: Mapping[str, Sequence[float]]) -> str:
+def table(
+    variants: Mapping[str, Variant], seconds: Mapping[str, Sequence[float]], cpu: Sequence[float]
+) -> str:
+    """`cpu` are the milliseconds of CPU time that all ranks of a step use together."""
     rows = []
-    for name, v in variants.items():
+    for (name, v), used in zip(variants.items(), cpu, strict=True):
         own = seconds[name]
-        row = [
-            name,
-            f"{v.ranks} x {v.threads}",
-            f"{1e3 * median(own):.0f}",
-            f"{1e3 * min(own):.0f}",
-        ]
+        row = [name, f"{v.ranks} x {v.threads}", f"{1e3 * median(own):.0f}"]
+        row += [f"{1e3 * min(own):.0f}", f"{used:.0f}"]
         row += [ratio(own, seconds[ONE]), target(v.target)]
         if v.other:
             share = f"{v.share:g} " if v.share != 1 else ""
             row += [ratio(own, seconds[v.other], v.share), target(v.other_target)]
             row += [f"{share}{v.other}"]
         rows.append(row)
-    headers = ["step", "ranks x threads", "median ms", "least ms", f"of {ONE}", "target"]
+    headers = ["step", "ranks x threads", "median ms", "least ms", "CPU ms", f"of {ONE}", "target"]
     return tabulate(rows, [*headers, "ratio", "target", "to"], disable_numparse=True)
 
 
@@ -234,7 +235,7 @@ def target(value: float | None) -> str:
 def waiting(variants: Mapping[str, Variant], second: Tensor) -> str:
     """How busy the second rank was while the first worked alone: it should have slept."""
     alone = [index for index, v in enumerate(variants.values()) if v.ranks == 1]
-    return f"CPU time of the rank that waits: {1e3 * second[alone, :, 2].max():.1f} ms at most"
+    return f"CPU time of the rank that waits: {1e3 * second[alone].max():.1f} ms at most"
 
 
 def profile_one(
