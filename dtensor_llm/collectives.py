@@ -87,9 +87,9 @@ def move(x: Tensor, group: dist.ProcessGroup, before: Placement, after: Placemen
 def reduce_by_summing(model: nn.Module) -> None:
     """Make `fully_shard` and `replicate` add gradients up instead of averaging them.
 
-    The loss is divided once, by the tokens of the global batch. Both calls are needed: without the
-    second, a factor of one still asks gloo for a scaled sum, which it lacks in float32; and neither
-    reaches the modules inside.
+    The loss is divided once, by the tokens of the global batch. Both of the first calls are needed:
+    without the second, a factor of one still asks gloo for a scaled sum, which it lacks in float32.
+    None of them reaches the modules inside.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
