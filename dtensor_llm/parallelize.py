@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import Replicate
 
+from dtensor_llm.buckets import Buckets
 from dtensor_llm.config import Config
 from dtensor_llm.initialize import initialize
 from dtensor_llm.loss import summed_cross_entropy
@@ -43,6 +44,8 @@ class Parallelized:
     axes: Mapping[str, DeviceMesh]  # those of more than one rank
     device: torch.device
     model: GPT
+    module: nn.Module  # to be called: the model, or what data parallelism has put around it
+    buckets: Buckets  # of the parameters whose rows ZeRO has shared out
     loss_function: Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> sum over tokens
     schedule: PipelineScheduleSingle | None  # None without pipeline parallelism
 
@@ -65,15 +68,16 @@ def parallelize(config: Config, device: torch.device) -> Parallelized:
     """
     mesh = build_mesh(config.parallel.mesh, device.type)
     axes = used_axes(mesh)
-    model = place(config, mesh, device)
+    placed = place(config, mesh, device)
+    model, module, buckets = placed.model, placed.module, placed.buckets
     initialize(model, config.train.seed)
     loss_function: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy
     if "tp" in axes:
         loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp"])
     schedule = None
     if "pp" in axes:
-        schedule = make_schedule(config, model, axes["pp"], loss_function, device)
-    return Parallelized(config, mesh, axes, device, model, loss_function, schedule)
+        schedule = make_schedule(config, module, model.first, axes["pp"], loss_function, device)
+    return Parallelized(config, mesh, axes, device, model, module, buckets, loss_function, schedule)
 
 
 def used_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
@@ -82,7 +86,16 @@ def used_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
     return {axis: mesh[axis] for axis, size in names_and_sizes if size > 1}
 
 
-def place(config: Config, mesh: DeviceMesh, device: torch.device) -> GPT:
+@dataclass(frozen=True)
+class Placed:
+    """A rank's part of the model; `module` and `buckets` as in Parallelized."""
+
+    model: GPT
+    module: nn.Module
+    buckets: Buckets
+
+
+def place(config: Config, mesh: DeviceMesh, device: torch.device) -> Placed:
     """Steps 1 to 4: this rank's part of the model, every weight placed, none of them initialized.
 
     On the meta device nothing takes memory, whatever the mesh: all but the numbers is there.
@@ -97,11 +110,35 @@ def place(config: Config, mesh: DeviceMesh, device: torch.device) -> GPT:
     if "tp" in axes:
         apply_tensor_parallel(config, model, axes["tp"])
     model.tie_embeddings()
+    module: nn.Module = model
+    buckets = Buckets()
     if config.dp > 1:
-        strategy = zero if config.parallel.zero == 3 else data_parallel
-        strategy.apply(model, data_mesh(config, mesh), device)
+        module, buckets = apply_data_parallel(config, model, data_mesh(config, mesh), device)
     materialize(model, device)
-    return model
+    return Placed(model, module, buckets)
+
+
+def apply_data_parallel(
+    config: Config, model: GPT, mesh: DeviceMesh, device: torch.device
+) -> tuple[nn.Module, Buckets]:
+    """Shard or replicate the model over dp; (what to call, the buckets of ZeRO stages 1 and 2)."""
+    parallel = config.parallel
+    if parallel.ddp:
+        options = data_parallel.DDPOptions(
+            parallel.ddp_bucket_mb, parallel.ddp_bucket_view, parallel.ddp_static_graph
+        )
+        return data_parallel.wrap(model, mesh, device, options), Buckets()
+    if parallel.zero in (1, 2):
+        return model, zero.share_out(
+            model,
+            mesh,
+            device,
+            microbatches=config.microbatches,
+            each_microbatch=parallel.zero == 2 and not parallel.defer_reduce,
+        )
+    strategy = zero if parallel.zero == 3 else data_parallel
+    strategy.apply(model, mesh, device)
+    return model, Buckets()
 
 
 def data_mesh(config: Config, mesh: DeviceMesh) -> DeviceMesh:
@@ -110,7 +147,7 @@ def data_mesh(config: Config, mesh: DeviceMesh) -> DeviceMesh:
         return mesh["dp_shard"]
     both = mesh["dp_replicate", "dp_shard"]
     # Private: torch 2.13 has no public way to make one axis of two.
-    return both if config.parallel.zero == 3 else both._flatten("dp")
+    return both._flatten("dp") if config.parallel.zero == 0 else both
 
 
 def apply_tensor_parallel(config: Config, model: GPT, mesh: DeviceMesh) -> None:
@@ -123,7 +160,8 @@ def apply_tensor_parallel(config: Config, model: GPT, mesh: DeviceMesh) -> None:
 
 def make_schedule(
     config: Config,
-    model: GPT,
+    module: nn.Module,
+    is_first: bool,
     mesh: DeviceMesh,
     loss_function: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
@@ -132,9 +170,10 @@ def make_schedule(
     own_tokens = t // tp if config.parallel.sequence_parallel else t
     return pipeline_parallel.make_schedule(
         config.parallel.schedule,
-        model,
+        module,
         mesh,
         partial(normalized, loss_function),
+        is_first=is_first,
         num_microbatches=config.microbatches,
         tokens_shape=(b, t),
         hidden_shape=(b, own_tokens, config.model.width),

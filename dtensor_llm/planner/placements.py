@@ -130,12 +130,12 @@ def plan_rank(config: Config, rank: int) -> RankPlan:
 def read_placements(config: Config, world: World) -> RankPlan:
     """Build this rank's part of the model, and look."""
     mesh = build_mesh(config.parallel.mesh, "cpu")  # FSDP takes no mesh of the meta device
-    model = place(config, mesh, world.device)
+    placed = place(config, mesh, world.device)
     coordinates = dict(zip(MESH_AXES, mesh.get_coordinate() or (), strict=True))
-    shards = Optimizer(model, config.train).shards
+    shards = Optimizer(placed.model, config.train, placed.buckets).shards
     parameters = [
         read_parameter(name, weight, coordinates["pp"], shards[name])
-        for name, weight in model.weights().items()
+        for name, weight in placed.model.weights().items()
     ]
     return RankPlan(config, world.rank, coordinates, parameters)
 
