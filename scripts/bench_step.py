@@ -61,10 +61,11 @@ class Variant:
     other_target: float | None = None
 
 
-def our_step(world: World, train: TrainConfig = TRAIN, **parallel: int) -> Step:
-    """`parallel` are sizes of mesh axes, and zero."""
-    zero = parallel.pop("zero", 3)
-    config = Config(MODEL, train, ParallelConfig(MeshSizes(**parallel), zero=zero))
+def our_step(
+    world: World, train: TrainConfig = TRAIN, *, zero: int = 3, ddp: bool = False, **sizes: int
+) -> Step:
+    """`sizes` are those of mesh axes."""
+    config = Config(MODEL, train, ParallelConfig(MeshSizes(**sizes), zero=zero, ddp=ddp))
     trainer = Trainer(config, world)
     count = iter(range(TRAIN.steps))
 
@@ -87,6 +88,12 @@ VARIANTS: dict[str, Variant] = {
     "plain-ddp": Variant(partial(plain_ddp_step, MODEL)),
     "dp": Variant(
         partial(our_step, dp_shard=2, zero=0), target=1.0, other="plain-ddp", other_target=1.03
+    ),
+    "ddp": Variant(
+        partial(our_step, dp_shard=2, zero=0, ddp=True),
+        target=1.0,
+        other="plain-ddp",
+        other_target=1.03,
     ),
     "plain-fsdp": Variant(partial(plain_fsdp_step, MODEL)),
     "fsdp": Variant(
