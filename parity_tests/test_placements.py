@@ -32,6 +32,8 @@ CASES: dict[str, Config] = {
     "stage 1": small_config("2x1x3", zero=1, global_batch_size=12),
     "stage 2, hybrid, stages": small_config("pp=2,dp_replicate=2,dp_shard=2", zero=2),
     "DistributedDataParallel": small_config("1x2x2", zero=0, ddp=True),
+    "two-dimensional": small_config("tp=2x2,dp=2", vocab_size=64, zero=1),
+    "weights offloaded": small_config("1x1x2", offload="weights"),
     "no sequence parallelism": small_config("4x1x2", sequence_parallel=False),
     "llama": small_config("2x2x2", **LLAMA),
     "float32, momentum": small_config("1x1x2", dtype="float32", optimizer="sgd"),
@@ -179,7 +181,7 @@ def test_layers_that_lie_differently_are_not() -> None:
 def test_plan_follows_the_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a strategy does not shard, the plan does not show as sharded."""
 
-    def nothing(model: GPT, *_: object) -> None:
+    def nothing(model: GPT, *_: object, **__: object) -> None:
         assert model.blocks
 
     monkeypatch.setattr(zero, "apply", nothing)

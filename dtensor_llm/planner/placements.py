@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_llm.config import Config
-from dtensor_llm.mesh import MESH_AXES, build_mesh
+from dtensor_llm.mesh import build_mesh
 from dtensor_llm.optimizer import Optimizer
 from dtensor_llm.parallelize import place
 from dtensor_llm.plan import local_slice, local_tensor, slice_at
@@ -131,7 +131,7 @@ def read_placements(config: Config, world: World) -> RankPlan:
     """Build this rank's part of the model, and look."""
     mesh = build_mesh(config.parallel.mesh, "cpu")  # FSDP takes no mesh of the meta device
     placed = place(config, mesh, world.device)
-    coordinates = dict(zip(MESH_AXES, mesh.get_coordinate() or (), strict=True))
+    coordinates = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
     shards = Optimizer(placed.model, config.train, placed.buckets).shards
     parameters = [
         read_parameter(name, weight, coordinates["pp"], shards[name])
