@@ -71,34 +71,61 @@ def parallelize(config: Config, device: torch.device) -> Parallelized:
     Comm: none but the making of process groups.
     """
     mesh = build_mesh(config.parallel.mesh, device.type)
+    axes = used_axes(mesh)
+    placed = place(config, mesh, device)
+    model, module, buckets = placed.model, placed.module, placed.buckets
+    initialize(model, config.train.seed)
+    loss_function: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy
+    if "tp" in axes:
+        loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp"])
+    if "tp_row" in axes:
+        loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp_col"])
+    schedule = None
+    if "pp" in axes:
+        schedule = make_schedule(config, module, model.first, axes["pp"], loss_function, device)
+    return Parallelized(config, mesh, axes, device, model, module, buckets, loss_function, schedule)
+
+
+def used_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+    """The one-axis meshes of more than one rank."""
     names_and_sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
-    axes = {axis: mesh[axis] for axis, size in names_and_sizes if size > 1}
+    return {axis: mesh[axis] for axis, size in names_and_sizes if size > 1}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A rank's part of the model; `module` and `buckets` as in Parallelized."""
+
+    model: GPT
+    module: nn.Module
+    buckets: Buckets
+
+
+def place(config: Config, mesh: DeviceMesh, device: torch.device) -> Placed:
+    """Steps 1 to 4: this rank's part of the model, every weight placed, none of them initialized.
+
+    On the meta device nothing takes memory, whatever the mesh: all but the numbers is there.
+    """
+    axes = used_axes(mesh)
     with torch.device("meta"):
         if "pp" in axes:
             model = pipeline_parallel.build_stage(config.model, axes["pp"])
         else:
             model = GPT(config.model)
     model.to(DTYPES[config.train.dtype])
-    loss_function: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy
     if "tp" in axes:
         apply_tensor_parallel(config, model, axes["tp"])
-        loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp"])
     if "tp_row" in axes:
         grid = mesh["tp_row", "tp_col"]
         apply_plan(model, grid, tensor_parallel_2d.plan(model, grid))
         apply_plan(model, axes["tp_col"], tensor_parallel_2d.dropout_plan(model))
-        loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp_col"])
     model.tie_embeddings()
     module: nn.Module = model
     buckets = Buckets()
     if config.dp > 1 or config.parallel.offload == "weights":
         module, buckets = apply_data_parallel(config, model, data_mesh(config, mesh), device)
     materialize(model, device)
-    initialize(model, config.train.seed)
-    schedule = None
-    if "pp" in axes:
-        schedule = make_schedule(config, module, model.first, axes["pp"], loss_function, device)
-    return Parallelized(config, mesh, axes, device, model, module, buckets, loss_function, schedule)
+    return Placed(model, module, buckets)
 
 
 def apply_data_parallel(

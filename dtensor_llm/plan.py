@@ -240,21 +240,32 @@ def part_of(x: Tensor) -> Part:
 
 
 def local_slice(x: Tensor) -> tuple[slice, ...]:
-    """Where the rank's own part lies in the whole tensor.
+    """Where the rank's own part lies in the whole tensor."""
+    if not isinstance(x, DTensor):
+        return tuple(slice(0, size) for size in x.shape)
+    coordinate = x.device_mesh.get_coordinate() or ()
+    return slice_at(coordinate, tuple(x.shape), x.placements, x.device_mesh.shape)
+
+
+def slice_at(
+    coordinate: Sequence[int],
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    sizes: Sequence[int],
+) -> tuple[slice, ...]:
+    """Which part of a tensor of `shape` the rank at `coordinate` of a mesh of `sizes` has.
 
     Innermost axis first: tp divides a weight, then `fully_shard` divides what tp has left (torch
     2.13's compute_local_shape_and_global_offset gets that wrong on the last ranks where neither
     division is even, as for 257 rows on tp 2 x dp 4).
     """
-    parts = [(0, size) for size in x.shape]
-    if isinstance(x, DTensor):
-        for axis in reversed(range(x.device_mesh.ndim)):
-            placement, mesh = x.placements[axis], x.device_mesh
-            if not placement.is_replicate():
-                dim = placement.dim  # type: ignore[attr-defined] # Shard's and _StridedShard's
-                start, length = parts[dim]
-                own = chunk(length, mesh.get_local_rank(axis), mesh.size(axis))
-                parts[dim] = (start + own[0], own[1])
+    parts = [(0, size) for size in shape]
+    for index, placement, size in reversed(list(zip(coordinate, placements, sizes, strict=True))):
+        if not placement.is_replicate():
+            dim = placement.dim  # type: ignore[attr-defined] # Shard's and _StridedShard's
+            start, length = parts[dim]
+            own = chunk(length, index, size)
+            parts[dim] = (start + own[0], own[1])
     return tuple(slice(start, start + length) for start, length in parts)
 
 
