@@ -10,7 +10,7 @@ input is gathered once for the three projections that share it, and no operation
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,9 +23,10 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_llm.collectives import GatheredAgain, redistribute, unpack
+from dtensor_llm.mesh import TP_COPIES
 
-Placements = Placement | tuple[Placement, ...]  # of a mesh of one axis, or of each of its axes
 Plan = Sequence[tuple[str, ParallelStyle]]  # (module name pattern, style), applied in order
+Placements = Placement | tuple[Placement, ...]  # on a mesh of one axis; on each axis of several
 
 
 class PlanError(ValueError):
@@ -39,7 +40,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Apply each style of `plan` to every module whose name matches, on the one-axis `mesh`.
+    """Apply each style of `plan` to every module whose name matches, on `mesh`.
 
     Raises PlanError for a pattern that matches nothing.
     """
@@ -67,7 +68,7 @@ def distribute_parameters(
             raise PlanError(f"the plan places {name!r}, but {type(module).__name__} has no such")
         parameter = module._parameters[name]
         if parameter is not None:
-            part = distribute_tensor(parameter, mesh, per_axis(placement), src_data_rank=None)
+            part = distribute_tensor(parameter, mesh, on_axes(placement), src_data_rank=None)
             setattr(module, name, nn.Parameter(part))
 
 
@@ -109,9 +110,9 @@ class LocalModule(ParallelStyle):
 
     parameters: Placements | Mapping[str, Placements]
     gradients: Placements | Mapping[str, Placements] | None = None
-    mesh: DeviceMesh | None = None
     mixin: type[ComputesOnLocalTensors] = ComputesOnLocalTensors
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    mesh: DeviceMesh | None = None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names, mesh = list(module._parameters), self.mesh or device_mesh
@@ -122,7 +123,7 @@ class LocalModule(ParallelStyle):
         gradients = {**placements, **by_name(self.gradients or {}, names)}
         axes = mesh.mesh_dim_names or ()
         module.gradient_placements = {  # type: ignore[assignment] # the mixin's
-            name: dict(zip(axes, per_axis(placed), strict=True))
+            name: dict(zip(axes, on_axes(placed), strict=True))
             for name, placed in gradients.items()
         }
         for name, value in self.attributes.items():
@@ -152,7 +153,7 @@ def by_name(
     return placements if isinstance(placements, Mapping) else dict.fromkeys(names, placements)
 
 
-def per_axis(placements: Placements) -> tuple[Placement, ...]:
+def on_axes(placements: Placements) -> tuple[Placement, ...]:
     return placements if isinstance(placements, tuple) else (placements,)
 
 
@@ -270,22 +271,72 @@ def local_tensor(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one rank has of a tensor.
+
+    Args:
+        where: its place in the whole tensor.
+        shape: of the whole tensor.
+        axes: the mesh axes along which other ranks have other elements; along all others they have
+            copies.
+        tp_copies: how many neighbours on tp hold this part, where others on tp have other parts.
+    """
+
+    where: tuple[slice, ...]
+    shape: tuple[int, ...]
+    axes: frozenset[str] = frozenset()
+    tp_copies: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(s.stop - s.start for s in self.where).numel()
+
+    def rows(self, start: int, length: int, axis: str) -> "Part":
+        """Rows of this part, of which each rank along `axis` has others."""
+        first = self.where[0].start + start
+        where = (slice(first, first + length), *self.where[1:])
+        return replace(self, where=where, axes=self.axes | {axis})
+
+
+def part_of(x: Tensor) -> Part:
+    """What the rank's local tensor of `x` is, by its placements."""
+    if not isinstance(x, DTensor):
+        return Part(local_slice(x), tuple(x.shape))
+    names = x.device_mesh.mesh_dim_names or ()
+    pairs = zip(names, x.placements, strict=True)
+    axes = frozenset(axis for axis, placement in pairs if not placement.is_replicate())
+    copies = x.device_mesh.size(names.index(TP_COPIES)) if TP_COPIES in names else None
+    return Part(local_slice(x), tuple(x.shape), axes, copies)
+
+
 def local_slice(x: Tensor) -> tuple[slice, ...]:
-    """Where the rank's own part lies in the whole tensor.
+    """Where the rank's own part lies in the whole tensor."""
+    if not isinstance(x, DTensor):
+        return tuple(slice(0, size) for size in x.shape)
+    coordinate = x.device_mesh.get_coordinate() or ()
+    return slice_at(coordinate, tuple(x.shape), x.placements, x.device_mesh.shape)
+
+
+def slice_at(
+    coordinate: Sequence[int],
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    sizes: Sequence[int],
+) -> tuple[slice, ...]:
+    """Which part of a tensor of `shape` the rank at `coordinate` of a mesh of `sizes` has.
 
     Innermost axis first: tp divides a weight, then `fully_shard` divides what tp has left (torch
     2.13's compute_local_shape_and_global_offset gets that wrong on the last ranks where neither
     division is even, as for 257 rows on tp 2 x dp 4).
     """
-    parts = [(0, size) for size in x.shape]
-    if isinstance(x, DTensor):
-        for axis in reversed(range(x.device_mesh.ndim)):
-            placement, mesh = x.placements[axis], x.device_mesh
-            if not placement.is_replicate():
-                dim = placement.dim  # type: ignore[attr-defined] # Shard's and _StridedShard's
-                start, length = parts[dim]
-                own = chunk(length, mesh.get_local_rank(axis), mesh.size(axis))
-                parts[dim] = (start + own[0], own[1])
+    parts = [(0, size) for size in shape]
+    for index, placement, size in reversed(list(zip(coordinate, placements, sizes, strict=True))):
+        if not placement.is_replicate():
+            dim = placement.dim  # type: ignore[attr-defined] # Shard's and _StridedShard's
+            start, length = parts[dim]
+            own = chunk(length, index, size)
+            parts[dim] = (start + own[0], own[1])
     return tuple(slice(start, start + length) for start, length in parts)
 
 

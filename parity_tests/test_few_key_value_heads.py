@@ -68,8 +68,8 @@ def test_copies_are_equal_to_the_bit_and_counted_once(mesh: str) -> None:
             batch = batches.batch(step, trainer.samples)
             trainer.step(step, batch.tokens, batch.labels)
         seen.append({name: trainer.optimizer.shards[name].detach() for name in copied})
-        shards = trainer.optimizer.shards
-        return seen, sum(x.numel() for n, x in shards.items() if trainer.counts_here(n))
+        owned = trainer.optimizer.owned.items()
+        return seen, sum(part.numel for name, part in owned if trainer.counts_here(name, part))
 
     results = threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)
     # tp ranks are neighbours: the first two hold the first head, the other two the second.
@@ -93,9 +93,9 @@ def test_copied_gradients_are_summed_once_a_step(
     summed: list[tuple[int, int]] = []
     add_up = tensor_parallel.sum_in_one_buffer
 
-    def counted(parts: list[Tensor], group: Any) -> None:
+    def counted(parts: list[Tensor], group: Any, device: str) -> None:
         summed.append((group.size(), sum(part.numel() for part in parts)))
-        add_up(parts, group)
+        add_up(parts, group, device)
 
     monkeypatch.setattr(tensor_parallel, "sum_in_one_buffer", counted)
     config = small_config("4x1x2", kv_heads=1, zero=zero, micro_batch_size=1)

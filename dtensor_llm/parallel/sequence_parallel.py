@@ -64,5 +64,6 @@ def reduce_partial_gradients(model: GPT, gradients: Mapping[str, Tensor], mesh: 
 
     Comm: one all-reduce over `mesh`; none where nothing is Partial.
     """
-    partial = [gradients[name] for name in partial_gradients(model) if name in gradients]
-    sum_in_one_buffer(partial, mesh.get_group())
+    (axis,) = mesh.mesh_dim_names or ()
+    partial = [gradients[name] for name in partial_gradients(model, axis) if name in gradients]
+    sum_in_one_buffer(partial, mesh.get_group(), mesh.device_type)

@@ -115,7 +115,7 @@ def plan(model: GPT, mesh: DeviceMesh, residual: Placement, *, gather_again: boo
     key_value = column
     if model.config.num_kv_heads < mesh.size():
         both = split_tp(mesh, model.config.num_kv_heads)
-        key_value = LocalModule((Shard(0), Replicate()), (Shard(0), Partial()), both)
+        key_value = LocalModule((Shard(0), Replicate()), (Shard(0), Partial()), mesh=both)
     copied = [] if model.config.fused_qkv else ["attention.key", "attention.value"]
     columns = ["attention.qkv" if model.config.fused_qkv else "attention.query", "mlp.up"]
     columns += ["mlp.gate"] if model.config.mlp == "swiglu" else []
@@ -186,8 +186,9 @@ def reduce_copied_gradients(model: GPT, gradients: Mapping[str, Tensor]) -> None
     """
     weights = model.weights()
     if copied := [name for name in partial_gradients(model, TP_COPIES) if name in gradients]:
-        group = weights[copied[0]].device_mesh.get_group(TP_COPIES)  # type: ignore[attr-defined] # a DTensor's
-        sum_in_one_buffer([gradients[name] for name in copied], group)
+        mesh = weights[copied[0]].device_mesh  # type: ignore[attr-defined] # a DTensor's
+        parts = [gradients[name] for name in copied]
+        sum_in_one_buffer(parts, mesh.get_group(TP_COPIES), mesh.device_type)
 
 
 def loss_function(vocab_size: int, mesh: DeviceMesh) -> Callable[[Tensor, Tensor], Tensor]:

@@ -1,7 +1,8 @@
 """The parameters of a pipeline stage in closed form: what costs and memory are made of.
 
-A parameter is divided twice: tensor parallelism cuts one of its dims, then ZeRO cuts the rows of
-what is left. Both cut as `torch.chunk` does: parts of equal size, but for the last ones.
+A parameter is divided twice: tensor parallelism cuts one of its dims (in two dimensions, rows and
+columns), then ZeRO cuts the rows of what is left. Both cut as `torch.chunk` does: parts of equal
+size, but for the last ones.
 """
 
 import math
@@ -21,6 +22,8 @@ class Place:
     dp_replicate: int = 0
     dp_shard: int = 0
     tp: int = 0
+    tp_row: int = 0
+    tp_col: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,27 @@ def other_parameters(config: Config, place: Place) -> Group:
     return found
 
 
+def in_order_of_gradients(config: Config, place: Place) -> list[Parameter]:
+    """The stage's parameters as their gradients come in a backward pass.
+
+    Last module first, in each the bias first. A tied table comes when it has been looked up in, but
+    on a stage that has it for the head alone.
+    """
+    rest, block = dict(other_parameters(config, place)), block_parameters(config.model)
+    late = ["position_embedding", "token_embedding"] if is_first(place) else []
+    early = ["head", "final_norm"] if late else ["head", "token_embedding", "final_norm"]
+    modules = ["mlp.down", "mlp.up", "mlp.gate", "mlp_norm", "attention.output"]
+    modules += ["attention.value", "attention.key", "attention.query", "attention.qkv"]
+    modules += ["attention_norm", "norm"]
+
+    def ordered(group: Group, names: list[str]) -> list[Parameter]:
+        wanted = [f"{name}.{kind}" for name in names for kind in ("bias", "weight")]
+        return [group[name] for name in wanted if name in group]
+
+    blocks = num_blocks(config, place) * ordered(block, modules)
+    return ordered(rest, early) + blocks + ordered(rest, late)
+
+
 def norm_parameters(name: str, model: ModelConfig) -> dict[str, Parameter]:
     has_bias = model.norm == "layernorm" and model.bias
     kinds = ("weight", "bias") if has_bias else ("weight",)
@@ -128,6 +152,8 @@ def norm_parameters(name: str, model: ModelConfig) -> dict[str, Parameter]:
 
 def tp_shape(parameter: Parameter, config: Config, place: Place) -> Shape:
     """The shape that tensor parallelism leaves to the rank."""
+    if config.parallel.mesh.tp_row > 1:
+        return grid_shape(parameter.shape, config, place)
     if parameter.split is None:
         return parameter.shape
     shape, copies = list(parameter.shape), num_copies(parameter, config)
@@ -142,6 +168,13 @@ def num_copies(parameter: Parameter, config: Config) -> int:
     return 1 if parameter.most_parts is None else max(1, tp // parameter.most_parts)
 
 
+def grid_shape(shape: Shape, config: Config, place: Place) -> Shape:
+    """The rank's block of a matrix, or its columns' part of a vector, on a q x q grid."""
+    q = config.parallel.mesh.tp_col
+    rows = [part(size, place.tp_row, q) for size in shape[:-1]]
+    return (*rows, part(shape[-1], place.tp_col, q))
+
+
 def shards_weights(config: Config) -> bool:
     """Whether ZeRO cuts the weights themselves."""
     return config.parallel.zero == 3
@@ -149,8 +182,15 @@ def shards_weights(config: Config) -> bool:
 
 def rest_shape(parameter: Parameter, config: Config, place: Place) -> Shape:
     """The shape of what the rank holds of the weight between steps."""
+    if shards_weights(config):
+        return owned_shape(parameter, config, place)
+    return tp_shape(parameter, config, place)
+
+
+def owned_shape(parameter: Parameter, config: Config, place: Place) -> Shape:
+    """The shape of what the rank reduces and updates: rows, but for ZeRO stage 0."""
     shape = tp_shape(parameter, config, place)
-    if not shards_weights(config):
+    if config.parallel.zero == 0:
         return shape
     return (part(shape[0], place.dp_shard, config.parallel.mesh.dp_shard), *shape[1:])
 

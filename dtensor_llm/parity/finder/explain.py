@@ -156,6 +156,7 @@ def possible_factors(search: Search, spot: Spot) -> dict[str, float]:
     config = search.trainer.config
     mesh, dropout = config.parallel.mesh, config.model.dropout
     factors: dict[str, float] = {"tp": mesh.tp, "pp": mesh.pp, "dp": config.dp}
+    factors |= {"tp_row": mesh.tp_row, "tp_col": mesh.tp_col}
     if mesh.dp_replicate > 1 and mesh.dp_shard > 1:
         factors |= {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
     factors["the number of microbatches"] = config.microbatches
