@@ -75,7 +75,7 @@ _OPERATORS = {
     "_c10d_functional::broadcast": ("broadcast", "input"),
     "_c10d_functional::broadcast_": ("broadcast", "input"),
 }
-_SILENT = {"_c10d_functional::wait_tensor", "c10d::check_for_nan"}
+_GROUPS = ("process_group", "group_name")  # the argument; an operator without one sends nothing
 
 
 class _Observers(threading.local):
@@ -118,11 +118,11 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and func._schema.name not in _SILENT:
-            names = (argument.name for argument in func._schema.arguments)
-            self._observer(
-                _read(func._schema.name, dict(zip(names, args, strict=False)) | (kwargs or {}))
-            )
+        if func.namespace in ("c10d", "_c10d_functional"):
+            names = [argument.name for argument in func._schema.arguments]
+            if any(name in _GROUPS for name in names):
+                arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
+                self._observer(_read(func._schema.name, arguments))
         return func(*args, **(kwargs or {}))
 
 
