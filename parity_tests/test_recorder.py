@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_llm.config import MeshSizes
 from dtensor_llm.mesh import build_mesh, parse_mesh
@@ -53,6 +54,13 @@ def backward(group: dist.ProcessGroup) -> None:
             return total
 
     Identity.apply(numbers().requires_grad_()).sum().backward()
+
+
+def inside_dtensor(group: dist.ProcessGroup) -> None:
+    """An all-reduce that DTensor makes by itself: the relu of a sum needs the whole sum."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    rows = DTensor.from_local(numbers().reshape(1, 12), mesh, [Shard(0)], run_check=False)
+    rows.sum(0).relu()
 
 
 # Of four ranks: {name: (what a rank does, what is to be recorded)}; 12 numbers are 96 bytes.
@@ -102,6 +110,7 @@ OPERATIONS: dict[str, tuple[Operation, list[tuple[str, int, int]]]] = {
     "barrier": (lambda g: dist.barrier(group=g), [("barrier", 0, 0)]),
     "messages": (exchange, [("send", 96, 96), ("recv", 96, 0)]),
     "in the backward pass": (backward, [("all-reduce", 96, 144)]),
+    "inside DTensor": (inside_dtensor, [("all-reduce", 96, 144)]),
     "functional all_reduce": (
         lambda g: functional.all_reduce(numbers(), "sum", g).clone(),
         [("all-reduce", 96, 144)],

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -118,6 +119,8 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it calls again, with local tensors, and may communicate
         if func.namespace in ("c10d", "_c10d_functional"):
             names = [argument.name for argument in func._schema.arguments]
             if any(name in _GROUPS for name in names):
