@@ -47,6 +47,22 @@ class RefusedPair(Enum):
     TP_AND_KV_HEADS = "tp", "--kv-heads it does not divide", "a rank takes whole kv-heads"
     TP_AND_FFN = "tp", "a --ffn-width it does not divide", "a rank takes an equal part"
     TP_AND_VOCABULARY = "tp", "too small a --vocab-size", "each rank takes at least one token id"
+    DEFER_REDUCE = (
+        "--defer-reduce",
+        "--zero 0 or 1",
+        "ZeRO stages 0 and 1 reduce gradients once a step anyway",
+    )
+    DDP_AND_ZERO = "--ddp", "--zero 1, 2 or 3", "DistributedDataParallel replicates: ZeRO stage 0"
+    DDP_AND_TP = (
+        "--ddp",
+        "tp",
+        "DistributedDataParallel reduces plain parameters, and tp makes DTensors of them",
+    )
+    STATIC_GRAPH = (
+        "--ddp-static-graph",
+        "several microbatches",
+        "DistributedDataParallel learns a static graph from one backward pass that reduces",
+    )
     SEQUENCE_PARALLEL = (
         "--sequence-parallel",
         "a --seq-len that tp does not divide",
@@ -264,10 +280,25 @@ class ParallelConfig:
     )
     zero: int = option(
         3,
-        "ZeRO stage over the data-parallel ranks: 0 replicates, 3 shards weights, gradients and "
-        "optimizer state",
+        "ZeRO stage over the data-parallel ranks: 0 replicates, 1 shards optimizer state, 2 "
+        "gradients too, 3 weights too",
         minimum=0,
         maximum=3,
+    )
+    defer_reduce: bool = option(
+        False,
+        "reduce gradients once a step and not for every microbatch, and hold them whole until "
+        "then; with pp, --zero 3 always does",
+    )
+    ddp: bool = option(
+        False, "replicate by torch's DistributedDataParallel (tp=1); its options follow"
+    )
+    ddp_bucket_mb: float = option(
+        25.0, "gradients that travel in one message", unit="MiB", above=0, maximum=10**6
+    )
+    ddp_bucket_view: bool = option(True, "gradients are views of the messages, not copies")
+    ddp_static_graph: bool = option(
+        False, "the first step's order of gradients is taken for that of all steps"
     )
     schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
     sequence_parallel: bool = option(True, "shard norms and dropout on tokens over the tp ranks")

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import Replicate
 
+from dtensor_llm.buckets import Buckets
 from dtensor_llm.config import Config
 from dtensor_llm.initialize import initialize
 from dtensor_llm.loss import summed_cross_entropy
@@ -43,6 +44,8 @@ class Parallelized:
     axes: Mapping[str, DeviceMesh]  # those of more than one rank
     device: torch.device
     model: GPT
+    module: nn.Module  # to be called: the model, or what data parallelism has put around it
+    buckets: Buckets  # of the parameters whose rows ZeRO has shared out
     loss_function: Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> sum over tokens
     schedule: PipelineScheduleSingle | None  # None without pipeline parallelism
 
@@ -77,15 +80,39 @@ def parallelize(config: Config, device: torch.device) -> Parallelized:
         apply_tensor_parallel(config, model, axes["tp"])
         loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp"])
     model.tie_embeddings()
+    module: nn.Module = model
+    buckets = Buckets()
     if config.dp > 1:
-        strategy = zero if config.parallel.zero == 3 else data_parallel
-        strategy.apply(model, data_mesh(config, mesh), device)
+        module, buckets = apply_data_parallel(config, model, data_mesh(config, mesh), device)
     materialize(model, device)
     initialize(model, config.train.seed)
     schedule = None
     if "pp" in axes:
-        schedule = make_schedule(config, model, axes["pp"], loss_function, device)
-    return Parallelized(config, mesh, axes, device, model, loss_function, schedule)
+        schedule = make_schedule(config, module, model.first, axes["pp"], loss_function, device)
+    return Parallelized(config, mesh, axes, device, model, module, buckets, loss_function, schedule)
+
+
+def apply_data_parallel(
+    config: Config, model: GPT, mesh: DeviceMesh, device: torch.device
+) -> tuple[nn.Module, Buckets]:
+    """Shard or replicate the model over dp; (what to call, the buckets of ZeRO stages 1 and 2)."""
+    parallel = config.parallel
+    if parallel.ddp:
+        options = data_parallel.DDPOptions(
+            parallel.ddp_bucket_mb, parallel.ddp_bucket_view, parallel.ddp_static_graph
+        )
+        return data_parallel.wrap(model, mesh, device, options), Buckets()
+    if parallel.zero in (1, 2):
+        return model, zero.share_out(
+            model,
+            mesh,
+            device,
+            microbatches=config.microbatches,
+            each_microbatch=parallel.zero == 2 and not parallel.defer_reduce,
+        )
+    strategy = zero if parallel.zero == 3 else data_parallel
+    strategy.apply(model, mesh, device)
+    return model, Buckets()
 
 
 def data_mesh(config: Config, mesh: DeviceMesh) -> DeviceMesh:
@@ -94,7 +121,7 @@ def data_mesh(config: Config, mesh: DeviceMesh) -> DeviceMesh:
         return mesh["dp_shard"]
     both = mesh["dp_replicate", "dp_shard"]
     # Private: torch 2.13 has no public way to make one axis of two.
-    return both if config.parallel.zero == 3 else both._flatten("dp")
+    return both._flatten("dp") if config.parallel.zero == 0 else both
 
 
 def apply_tensor_parallel(config: Config, model: GPT, mesh: DeviceMesh) -> None:
@@ -107,7 +134,8 @@ def apply_tensor_parallel(config: Config, model: GPT, mesh: DeviceMesh) -> None:
 
 def make_schedule(
     config: Config,
-    model: GPT,
+    module: nn.Module,
+    is_first: bool,
     mesh: DeviceMesh,
     loss_function: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
@@ -116,9 +144,10 @@ def make_schedule(
     own_tokens = t // tp if config.parallel.sequence_parallel else t
     return pipeline_parallel.make_schedule(
         config.parallel.schedule,
-        model,
+        module,
         mesh,
         partial(normalized, loss_function),
+        is_first=is_first,
         num_microbatches=config.microbatches,
         tokens_shape=(b, t),
         hidden_shape=(b, own_tokens, config.model.width),

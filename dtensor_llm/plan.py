@@ -10,7 +10,7 @@ input is gathered once for the three projections that share it, and no operation
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -197,6 +197,41 @@ def empty_like(x: Tensor, device: torch.device) -> Tensor:
 def local_tensor(x: Tensor) -> Tensor:
     """The rank's own part of a DTensor, sharing its memory; a plain tensor is its own part."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has of a tensor.
+
+    Args:
+        where: its place in the whole tensor.
+        shape: of the whole tensor.
+        axes: the mesh axes along which other ranks have other elements; along all others they have
+            copies.
+    """
+
+    where: tuple[slice, ...]
+    shape: tuple[int, ...]
+    axes: frozenset[str] = frozenset()
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(s.stop - s.start for s in self.where).numel()
+
+    def rows(self, start: int, length: int, axis: str) -> "Part":
+        """Rows of this part, of which each rank along `axis` has others."""
+        first = self.where[0].start + start
+        where = (slice(first, first + length), *self.where[1:])
+        return replace(self, where=where, axes=self.axes | {axis})
+
+
+def part_of(x: Tensor) -> Part:
+    """What the rank's local tensor of `x` is, by its placements."""
+    axes: set[str] = set()
+    if isinstance(x, DTensor):
+        pairs = zip(x.device_mesh.mesh_dim_names or (), x.placements, strict=True)
+        axes = {axis for axis, placement in pairs if not placement.is_replicate()}
+    return Part(local_slice(x), tuple(x.shape), frozenset(axes))
 
 
 def local_slice(x: Tensor) -> tuple[slice, ...]:

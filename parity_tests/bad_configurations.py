@@ -196,6 +196,15 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         ],
     ),
     (
+        Surroundings(memory_bytes=8 * GIB),
+        "--model gpt2 --global-batch-size 8 --mesh 1x1x8 --zero 2",
+        [
+            "memory: the run takes at least 11.1 GiB: weights, gradients and optimizer "
+            "124,439,808 x 4 x 4 bytes, and 7 more copies of the weights = 5.1 GiB, activations "
+            "6.0 GiB; this machine has 8.0 GiB; --zero 3 or --layers 7 would fit",
+        ],
+    ),
+    (
         Surroundings(num_processes=8, local_processes=4, memory_bytes=3 * GIB),
         "--model gpt2 --global-batch-size 8 --dtype float64",
         [
@@ -316,10 +325,31 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
     (ALONE, "--zero 4", ["--zero 4: must be a whole number of at least 0 and at most 3"]),
     (
         ALONE,
-        "--zero 1",
+        "--zero 1 --defer-reduce",
         [
-            "--zero 1: ZeRO stage 1 is not available yet: stages 0 (replicated) and 3 (fully "
-            "sharded) are",
+            "--defer-reduce with --zero 1: ZeRO stages 0 and 1 reduce gradients once a step "
+            "anyway; --zero 2, --zero 3 or leaving --defer-reduce out would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--ddp --mesh 2x1x2 --ddp-bucket-mb 0",
+        [
+            "--ddp-bucket-mb 0.0: must be a finite number above 0 and at most 1000000 (MiB)",
+            "--ddp with --zero 3: DistributedDataParallel replicates: ZeRO stage 0; --zero 0 or "
+            "leaving --ddp out would do",
+            "--ddp with tp=2: DistributedDataParallel reduces plain parameters, and tp makes "
+            "DTensors of them; tp=1, or leaving --ddp out, would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--ddp --zero 0 --ddp-static-graph --mesh 1x2x2",
+        [
+            "--ddp-static-graph with 4 microbatches: DistributedDataParallel learns a static "
+            "graph from one backward pass that reduces, but --global-batch-size 64 / (dp=2 x "
+            "micro-batch 8) = 4; --micro-batch-size 32 with --schedule gpipe, or leaving "
+            "--ddp-static-graph out, would do",
         ],
     ),
     (

@@ -123,6 +123,7 @@ def draw(seed: int, index: int) -> Case:
     values["check_parity"] = True
     values |= draw_model(random, values["mesh"])
     values |= draw_batch(random, values["mesh"])
+    values |= draw_data_parallel(random, values)
     if random.random() < SHARE_OF_UNRULY:
         for name in random.sample(list(UNRULY), random.choice((1, 2))):
             values |= UNRULY[name](random, values)
@@ -214,9 +215,24 @@ def draw_batch(random: Random, mesh: MeshSizes) -> Values:
     micro_batch = random.choice((1, 1, 2, 3)) if mesh.dp * microbatches <= 12 else 1
     return {
         "schedule": schedule,
-        "zero": random.choice((0, 3)),
         "global_batch_size": mesh.dp * microbatches * micro_batch,
         "micro_batch_size": random.choice((None, micro_batch, micro_batch)),
+    }
+
+
+def draw_data_parallel(random: Random, values: Values) -> Values:
+    """A ZeRO stage or DDP, and when to reduce."""
+    mesh, zero = values["mesh"], random.choice((0, 1, 2, 3))
+    ddp = zero == 0 and mesh.tp == 1 and random.random() < 0.7
+    microbatches = values["global_batch_size"] // (mesh.dp * (values["micro_batch_size"] or 1))
+    at_once = microbatches == 1 or (values["micro_batch_size"] is None and mesh.pp == 1)
+    return {
+        "zero": zero,
+        "defer_reduce": zero >= 2 and random.random() < 0.3,
+        "ddp": ddp,
+        "ddp_bucket_mb": random.choice((25.0, 0.001, 0.01)) if ddp else 25.0,
+        "ddp_bucket_view": not ddp or random.random() < 0.5,
+        "ddp_static_graph": ddp and at_once and random.random() < 0.9,
     }
 
 
@@ -300,6 +316,9 @@ UNRULY: dict[str, Redraw] = {
     "schedule": lambda *_: {"schedule": "1f1b"},
     "warmup_steps": number("warmup_steps", 0, 8),
     "zero": number("zero", 0, 3),
+    "defer_reduce": lambda *_: {"defer_reduce": True},
+    "ddp": lambda random, _: {"ddp": True, "zero": random.choice((0, 0, 1))},
+    "ddp_static_graph": lambda *_: {"ddp": True, "zero": 0, "ddp_static_graph": True},
     "mesh": lambda random, _: {"mesh": draw_mesh(random)},
     "absent axis": lambda random, values: {
         "mesh": dataclasses.replace(values["mesh"], **{random.choice(("cp", "ep")): 2})

@@ -243,12 +243,7 @@ def values_to_train(setting: Setting) -> Iterator[Any]:
         yield from range(least, most + 1)
 
 
-CHOICES = [
-    (setting, value)
-    for setting in SETTINGS_TO_DRAW
-    for value in values_to_train(setting)
-    if (setting.name, value) not in (("zero", 1), ("zero", 2))  # refused: not available yet
-]
+CHOICES = [(setting, value) for setting in SETTINGS_TO_DRAW for value in values_to_train(setting)]
 
 
 @pytest.mark.parametrize(("setting", "value"), CHOICES, ids=lambda x: getattr(x, "name", str(x)))

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from dtensor_llm.config import Config
+from dtensor_llm.plan import local_tensor
+from dtensor_llm.planner.contract import first_steps
 from dtensor_llm.planner.costs import data_parallel_gradients, step_traffic
-from dtensor_llm.planner.parameters import Place, groups, rest_shape
+from dtensor_llm.planner.parameters import Place, groups, owned_shape, rest_shape
 from dtensor_llm.planner.recorder import CommRecorder
 from dtensor_llm.planner.traffic import Traffic, merged
 from dtensor_llm.train import Trainer
@@ -32,6 +34,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero 3 of copies alone": ("dp_replicate=2", {"micro_batch_size": 2}),
     "hybrid": ("dp_replicate=2,dp_shard=2", {"micro_batch_size": 1}),
     "hybrid, replicated": ("dp_replicate=2,dp_shard=2", {"zero": 0}),
+    "zero 1": ("1x1x4", {"zero": 1, "micro_batch_size": 1}),
+    "zero 2, uneven rows": ("1x1x3", {"zero": 2, "global_batch_size": 6, "micro_batch_size": 1}),
+    "zero 2, rows for some ranks": ("1x1x8", {"zero": 2, "vocab_size": 7, "width": 24, "heads": 4}),
+    "zero 2, deferred": ("1x1x2", {"zero": 2, "micro_batch_size": 1, "defer_reduce": True}),
+    "zero 3, deferred": ("1x1x2", {"micro_batch_size": 1, "defer_reduce": True}),
+    "zero 1 of copies alone": ("dp_replicate=2", {"zero": 1, "micro_batch_size": 2}),
+    "hybrid, zero 2": ("dp_replicate=2,dp_shard=2", {"zero": 2, "micro_batch_size": 1}),
+    "hybrid, deferred": (
+        "dp_replicate=2,dp_shard=2",
+        {"micro_batch_size": 1, "defer_reduce": True},
+    ),
+    "2x2x2, zero 1": ("2x2x2", {"zero": 1, "vocab_size": 57}),
+    "hybrid and pp, zero 2": ("dp_replicate=2,dp_shard=2,pp=2", {"zero": 2}),
+    "2x2x2, zero 2": ("2x2x2", {"zero": 2, "schedule": "gpipe", "sequence_parallel": False}),
+    "ddp": ("1x1x2", {"zero": 0, "ddp": True, "micro_batch_size": 1}),
+    "ddp, small buckets": ("1x1x4", {"zero": 0, "ddp": True, "ddp_bucket_mb": 0.03}),
+    "ddp, smallest buckets": ("1x1x2", {"zero": 0, "ddp": True, "ddp_bucket_mb": 1e-6}),
+    "ddp, hybrid": ("dp_replicate=2,dp_shard=2", {"zero": 0, "ddp": True, "ddp_bucket_mb": 0.02}),
+    "ddp, static graph": (
+        "1x1x2",
+        {"zero": 0, "ddp": True, "ddp_static_graph": True, "ddp_bucket_mb": 0.01},
+    ),
+    "ddp and pp": ("1x2x2", {"zero": 0, "ddp": True, "ddp_bucket_mb": 0.02, "layers": 3}),
     "pipeline": ("1x4x1", {"layers": 5}),
     "pipeline, gpipe": ("1x2x1", {"schedule": "gpipe", "micro_batch_size": 8}),
     "2x2x2": ("2x2x2", {"vocab_size": 57}),
@@ -54,7 +79,7 @@ def place_of(trainer: Trainer) -> Place:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one rank is seen to communicate in its second step, call by call."""
+    """What one rank is seen to communicate in a later step, call by call."""
 
     place: Place
     calls: list[Traffic]
@@ -63,9 +88,10 @@ class Recorded:
 def record(config: Config, cls: type[Trainer], world: World) -> Recorded:
     trainer, batches = cls(config, world), batches_for(config)
     batch = batches.batch(0, trainer.samples)
-    trainer.step(0, batch.tokens, batch.labels)
+    for step in range(first_steps(config)):
+        trainer.step(step, batch.tokens, batch.labels)
     with CommRecorder(trainer.mesh) as recorder:
-        trainer.step(1, batch.tokens, batch.labels)
+        trainer.step(first_steps(config), batch.tokens, batch.labels)
     assert recorder.table() == merged(recorder.calls)
     return Recorded(place_of(trainer), recorder.calls)
 
@@ -132,7 +158,7 @@ def test_one_reduction_a_step_moves_an_eighth() -> None:
 
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("mesh", ["2x2x2", "4x1x2", "2x1x4", "dp_replicate=2,dp_shard=2,pp=2"])
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_shapes_are_those_of_the_model(mesh: str, zero: int, family: dict[str, Any]) -> None:
     config = small_config(mesh, zero=zero, layers=3, width=48, ffn_width=52, **family)
 
@@ -142,7 +168,9 @@ def test_shapes_are_those_of_the_model(mesh: str, zero: int, family: dict[str, A
         weights = trainer.optimizer.weights
         predicted = [p for group in groups(config, place) for p in group.values()]
         found = [tuple(shard.shape) for shard in trainer.optimizer.shards.values()]
-        assert sorted(rest_shape(p, config, place) for p in predicted) == sorted(found)
+        assert sorted(owned_shape(p, config, place) for p in predicted) == sorted(found)
+        held = [tuple(local_tensor(weight).shape) for weight in weights.values()]
+        assert sorted(rest_shape(p, config, place) for p in predicted) == sorted(held)
         assert sorted(p.shape for p in predicted) == sorted(
             tuple(w.shape) for w in weights.values()
         )

@@ -42,6 +42,9 @@ STRATEGIES: dict[str, Strategy] = {
     "dp4, accumulation 2": partial(data_parallel.loss_and_gradients, dp=4, microbatches=2),
     "zero dp2": partial(zero.loss_and_gradients, dp=2),
     "zero dp16, empty shards": partial(zero.loss_and_gradients, dp=16),
+    "zero 1 dp2, accumulation 4": partial(zero.loss_and_gradients, dp=2, stage=1, microbatches=4),
+    "zero 2 dp4, accumulation 4": partial(zero.loss_and_gradients, dp=4, stage=2, microbatches=4),
+    "zero 3 dp4, accumulation 2": partial(zero.loss_and_gradients, dp=4, microbatches=2),
     "pp1": partial(pipeline_parallel.loss_and_gradients, stages=1, microbatches=2),
     "pp2 gpipe": partial(
         pipeline_parallel.loss_and_gradients, stages=2, microbatches=4, schedule="gpipe"
@@ -196,6 +199,17 @@ def shards_in_the_wrong_order(patch: pytest.MonkeyPatch) -> Strategy:
     return STRATEGIES["zero dp2"]
 
 
+def only_the_last_microbatch_is_kept(patch: pytest.MonkeyPatch) -> Strategy:
+    patch.setattr(zero, "added", lambda _, new: new)
+    return STRATEGIES["zero 2 dp4, accumulation 4"]
+
+
+def ranks_own_each_others_rows(patch: pytest.MonkeyPatch) -> Strategy:
+    right = zero.reduce_scatter
+    patch.setattr(zero, "reduce_scatter", lambda whole: right(whole)[::-1])
+    return STRATEGIES["zero 1 dp2, accumulation 4"]
+
+
 def tied_gradient_of_one_stage(patch: pytest.MonkeyPatch) -> Strategy:
     def wrong(ranks: list[Any], model: Model) -> Gradients:
         del ranks[-1].weights["token_embedding.weight"]
@@ -218,6 +232,8 @@ def tied_gradient_of_one_stage(patch: pytest.MonkeyPatch) -> Strategy:
         average_over_dp,
         loss_divided_by_local_tokens,
         shards_in_the_wrong_order,
+        only_the_last_microbatch_is_kept,
+        ranks_own_each_others_rows,
         tied_gradient_of_one_stage,
     ],
 )
@@ -253,8 +269,9 @@ def test_sequence_parallel_refuses_uneven_tokens() -> None:
         sequence_parallel.loss_and_gradients(make_model(), tokens[:, :7], labels[:, :7], tp=2)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("optimizer", "dp"), [("adamw", 2), ("adamw", 16), ("sgd", 4)])
-def test_zero_trains_as_one_device(optimizer: str, dp: int) -> None:
+def test_zero_trains_as_one_device(optimizer: str, dp: int, stage: int) -> None:
     options = make_model(dropout=0.1).options
     how = TrainingOptions(
         steps=4, lr=1e-3, clip_grad=0.1, seed=3, optimizer=optimizer, dtype="float64"
@@ -263,7 +280,7 @@ def test_zero_trains_as_one_device(optimizer: str, dp: int) -> None:
     data = [make_batch(seed=1), (tokens, torch.full_like(labels, -100)), make_batch(seed=2)]
     expected = training.train(vars(options), vars(how), data)
     model = Model(options, initial_weights(options, how.seed, torch.float64))
-    run = zero.train_steps(model, data, how, dp=dp)
+    run = zero.train_steps(model, data, how, dp=dp, stage=stage, microbatches=16 // dp)
     assert run.losses == pytest.approx(expected.losses, rel=1e-12)
     assert run.gradient_norms == pytest.approx(expected.gradient_norms, rel=1e-12)
     assert run.tokens == expected.tokens
@@ -277,6 +294,29 @@ def test_zero_trains_as_one_device(optimizer: str, dp: int) -> None:
         (run.momentum, expected.momentum),
     ):
         assert not state or largest_error(found, state) <= 1e-12
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_zero_holds_what_its_table_says(dp: int) -> None:
+    """In elements, where dp divides every number of rows: the 64 of the vocabulary and others."""
+    model = make_model(vocab_size=64)
+    all_of_it = sum(weight.numel() for weight in model.weights.values())
+    tokens, labels = make_batch(64)
+    how = TrainingOptions(steps=1, lr=1e-3, seed=3, dtype="float64")
+    part = all_of_it // dp
+    for stage, weights, gradients in (
+        (1, all_of_it, all_of_it),
+        (2, all_of_it, part),
+        (3, part, part),
+    ):
+        ranks = zero.start(model.weights, dp, stage)
+        pieces = zero.pieces_of(tokens, labels, None, dp, 2)
+        _, owned = zero.STAGES[stage](ranks, model.options, pieces, 1)
+        zero.optimizer_step(ranks, owned, 1.0, how, 1e-3, stage)
+        for rank in ranks:
+            assert sum(x.numel() for x in rank.weights.values()) == weights
+            assert sum(x.numel() for x in rank.gradients.values()) == gradients
+            assert sum(x.numel() for x in rank.state.exp_avg.values()) == part
 
 
 def test_zero_cuts_rows_and_leaves_the_last_ranks_fewer() -> None:

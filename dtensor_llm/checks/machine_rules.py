@@ -83,6 +83,8 @@ def memory_is_enough(config: Config, surroundings: Surroundings) -> Iterator[str
         return
     floor = memory_floor(config)
     copies = f" x {floor.copies} copies" if floor.copies > 1 else ""
+    if floor.more_copies_of_weights:
+        copies += f", and {floor.more_copies_of_weights} more copies of the weights"
     here = Fraction(surroundings.local_processes, surroundings.num_processes)
     yield (
         f"memory: the run takes at least {_gib(floor.total)}: weights, gradients and optimizer "

@@ -12,18 +12,22 @@ from dtensor_llm.config import Config, ModelConfig
 
 @dataclass(frozen=True)
 class MemoryFloor:
-    """Bytes of all ranks together: (weights + gradients + moments) x copies, and activations."""
+    """Bytes of all ranks together: (weights + gradients + moments) x copies, and activations.
+
+    Where ZeRO keeps the weights whole and shares out the rest, there are more copies of those.
+    """
 
     parameters: int
     tensors_per_parameter: int
     copies: int
+    more_copies_of_weights: int
     element_size: int
     activations: int
 
     @property
     def states(self) -> int:
-        per_copy = self.parameters * self.tensors_per_parameter * self.element_size
-        return per_copy * self.copies
+        tensors = self.tensors_per_parameter * self.copies + self.more_copies_of_weights
+        return self.parameters * tensors * self.element_size
 
     @property
     def total(self) -> int:
@@ -34,8 +38,8 @@ def memory_floor(config: Config) -> MemoryFloor:
     """The least memory of all ranks of a run together.
 
     States: weights, gradients and the optimizer's moments (two for adamw, one for sgd with
-    momentum), once for each replica: dp of them at ZeRO stage 0, dp_replicate at stage 3, and one
-    more for the reference of a parity check.
+    momentum), once for each replica: dp of them at ZeRO stage 0, dp_replicate at the others, of
+    which 1 and 2 have the weights dp times; and one more for the reference of a parity check.
     Activations: what each microbatch in flight keeps for its backward pass.
     """
     train, parallel = config.train, config.parallel
@@ -50,6 +54,7 @@ def memory_floor(config: Config) -> MemoryFloor:
         parameters=config.model.num_parameters,
         tensors_per_parameter=2 + train.num_moments,
         copies=replicas + int(config.run.check_parity),
+        more_copies_of_weights=config.dp - replicas if parallel.zero in (1, 2) else 0,
         element_size=train.element_size,
         activations=kept * train.element_size,
     )

@@ -168,12 +168,38 @@ def axes_are_available(config: Config, _: Surroundings) -> Iterator[str]:
             yield f"mesh {axis}={size}: {idea} parallelism is not available yet; leave {axis} out"
 
 
-def zero_stage_is_available(config: Config, _: Surroundings) -> Iterator[str]:
+def reduction_can_be_deferred(config: Config, _: Surroundings) -> Iterator[str]:
     zero = config.parallel.zero
-    if zero in (1, 2):
+    if config.parallel.defer_reduce and zero < 2:
         yield (
-            f"--zero {zero}: ZeRO stage {zero} is not available yet: stages 0 (replicated) and 3 "
-            "(fully sharded) are"
+            f"--defer-reduce with --zero {zero}: {RefusedPair.DEFER_REDUCE.reason}; --zero 2, "
+            "--zero 3 or leaving --defer-reduce out would do"
+        )
+
+
+def ddp_has_what_it_can_reduce(config: Config, _: Surroundings) -> Iterator[str]:
+    parallel, tp = config.parallel, config.parallel.mesh.tp
+    if parallel.ddp and parallel.zero != 0:
+        yield (
+            f"--ddp with --zero {parallel.zero}: {RefusedPair.DDP_AND_ZERO.reason}; --zero 0 or "
+            "leaving --ddp out would do"
+        )
+    if parallel.ddp and tp > 1:
+        yield (
+            f"--ddp with tp={tp}: {RefusedPair.DDP_AND_TP.reason}; tp=1, or leaving --ddp out, "
+            "would do"
+        )
+
+
+def static_graph_has_one_microbatch(config: Config, _: Surroundings) -> Iterator[str]:
+    parallel, batch, m = config.parallel, config.train.global_batch_size, config.microbatches
+    if parallel.ddp and parallel.ddp_static_graph and batch % config.dp == 0 and m > 1:
+        schedule = " with --schedule gpipe" if parallel.mesh.pp > 1 else ""
+        yield (
+            f"--ddp-static-graph with {m} microbatches: {RefusedPair.STATIC_GRAPH.reason}, but "
+            f"--global-batch-size {batch} / (dp={config.dp} x micro-batch "
+            f"{config.micro_batch_size}) = {m}; --micro-batch-size {batch // config.dp}{schedule}, "
+            "or leaving --ddp-static-graph out, would do"
         )
 
 
@@ -209,7 +235,12 @@ MODEL_RULES = (
     Rule(warmup_ends, frozenset({"warmup_steps", "steps"})),
     *ON_THE_MESH,
     Rule(axes_are_available, frozenset({"mesh"})),
-    Rule(zero_stage_is_available, frozenset({"zero"})),
+    Rule(reduction_can_be_deferred, frozenset({"zero", "defer_reduce"})),
+    Rule(ddp_has_what_it_can_reduce, frozenset({"zero", "ddp", "mesh"})),
+    Rule(
+        static_graph_has_one_microbatch,
+        frozenset({"ddp", "ddp_static_graph", "global_batch_size", "micro_batch_size", "mesh"}),
+    ),
     Rule(
         parity_has_a_rule,
         frozenset({"check_parity", "dtype", "steps", "lr", "eps", "init_std", "global_batch_size"}),

@@ -1,5 +1,6 @@
 """The contract of communication as tables: what a step was predicted to move, and what it did."""
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
@@ -34,21 +35,29 @@ class Contract:
 
 
 def measure(config: Config, data: Dataset, world: World) -> list[Contract]:
-    """Train two steps and record the second; every rank calls it and gets the contracts of all.
+    """Train some steps and record the last; every rank calls it and gets the contracts of all.
 
     Comm: a step's, and an all-gather of what each rank recorded.
     """
     trainer = Trainer(config, world)
-    first, second = (data.batch(step, trainer.samples) for step in (0, 1))
-    trainer.step(0, first.tokens, first.labels)
-    with CommRecorder(trainer.mesh) as recorder:
-        trainer.step(1, second.tokens, second.labels)
+    with contextlib.ExitStack() as open_recorder:
+        recorder = CommRecorder(trainer.mesh)
+        for step in range(first_steps(config) + 1):
+            if step == first_steps(config):
+                open_recorder.enter_context(recorder)
+            batch = data.batch(step, trainer.samples)
+            trainer.step(step, batch.tokens, batch.labels)
     place = Place(**{axis: trainer.mesh.get_local_rank(axis) for axis in PLACE_AXES})
     own = Contract(place, step_traffic(config, place), recorder.table())
     contracts = [own] * world.size
     if world.size > 1:
         dist.all_gather_object(contracts, own)
     return contracts
+
+
+def first_steps(config: Config) -> int:
+    """How many steps communicate more than later ones: see `costs`."""
+    return 1 + config.parallel.ddp + config.parallel.ddp_static_graph
 
 
 def contract_table(contract: Contract) -> str:

@@ -8,12 +8,15 @@ residual stream; a rank's stage has L blocks. A step moves four kinds of things:
 | activations             | tp       | 4 m L all-reduces, or 4 m L pairs          | b t d         |
 | ... of neighbour stages | pp       | m sent and m received, for each neighbour  | b t d, t / tp |
 | gradients, ZeRO 0       | dp       | 1 all-reduce for each block, and the rest  | the block     |
+| weights, ZeRO 1 and 2   | dp_shard | 1 all-gather for each                      | the block     |
 | weights, ZeRO 3         | dp_shard | 2 m all-gathers for each block, m the rest | the block     |
-| gradients, ZeRO 3       | dp_shard | m reduce-scatters for each                 | the block     |
+| gradients, ZeRO 1       | dp_shard | 1 reduce-scatter for each                  | the block     |
+| gradients, ZeRO 2 and 3 | dp_shard | m reduce-scatters for each; 1 if deferred  | the block     |
 
 and some numbers: tokens to count, the loss, the gradient norm. Every line is held equal to what a
-real step is seen to communicate (`recorder`), to the byte. Only steps after a pipeline's first one:
-in that its stages agree on what they will send.
+real step is seen to communicate (`recorder`), to the byte. Only steps after the first ones: in the
+first the stages of a pipeline agree on what they will send, and in the second (third, with a static
+graph) DistributedDataParallel has all ranks cut its buckets alike.
 
 A strategy adds a function here and a row in PURPOSES.
 """
@@ -25,14 +28,16 @@ from dtensor_llm.config import Config
 from dtensor_llm.mesh import MESH_AXES
 from dtensor_llm.planner.parameters import (
     Group,
+    Parameter,
     Place,
     groups,
+    in_order_of_gradients,
     is_first,
     is_last,
     num_blocks,
     other_parameters,
+    owned_shape,
     padded_numel,
-    rest_shape,
     shards_weights,
     tp_shape,
 )
@@ -120,7 +125,7 @@ def sequence_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
     if not shards_tokens(config):
         return []
     elements = sum(
-        math.prod(rest_shape(parameter, config, place))
+        math.prod(owned_shape(parameter, config, place))
         for group in groups(config, place)
         for parameter in group.values()
         if parameter.meets_residual
@@ -132,34 +137,58 @@ def sequence_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
 
 
 def data_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
-    """ZeRO 0: one all-reduce for each group, once a step, however many microbatches."""
-    if shards_weights(config):
+    """ZeRO 0: one all-reduce for each message, once a step, however many microbatches.
+
+    A message is a group, or what DistributedDataParallel makes of the parameters in the order of
+    their gradients: it closes a bucket as soon as that holds `ddp_bucket_mb` or more.
+    """
+    if config.parallel.zero > 0:
         return []
+    messages = [list(group.values()) for group in groups(config, place)]
+    if config.parallel.ddp:
+        messages = ddp_buckets(config, place)
     return [
         t
-        for group in groups(config, place)
-        for t in over(config, "all-reduce", DATA_AXES, group_bytes(group, config, place))
+        for message in messages
+        for t in over(config, "all-reduce", DATA_AXES, bytes_of(message, config, place))
     ]
 
 
-def group_bytes(group: Group, config: Config, place: Place) -> int:
-    elements = sum(math.prod(tp_shape(p, config, place)) for p in group.values())
+def ddp_buckets(config: Config, place: Place) -> list[list[Parameter]]:
+    limit = int(config.parallel.ddp_bucket_mb * 2**20)
+    buckets: list[list[Parameter]] = []
+    is_full = True
+    for parameter in in_order_of_gradients(config, place):
+        if is_full:
+            buckets.append([])
+        buckets[-1].append(parameter)
+        is_full = bytes_of(buckets[-1], config, place) >= limit
+    return buckets
+
+
+def bytes_of(parameters: Iterable[Parameter], config: Config, place: Place) -> int:
+    elements = sum(math.prod(tp_shape(p, config, place)) for p in parameters)
     return elements * config.train.element_size
 
 
 def zero_weights(config: Config, place: Place) -> list[Traffic]:
-    """ZeRO 3: the all-gathers, of weights whose rows are padded to a multiple of dp_shard.
+    """ZeRO: the all-gathers, of weights whose rows are padded to a multiple of dp_shard.
 
-    A block is gathered before its forward and again before its backward, unless it is whole still.
-    What is not in a block is gathered once and stays until its gradients have been reduced. That is
-    after each microbatch; under a pipeline after the last one, until when the block that has done a
-    backward stays whole, too: of the m forwards and m backwards of a stage, m - 1 follow a
-    backward, in every order that GPipe and 1F1B have, so m + 1 find the block sharded.
+    Stages 1 and 2 gather what has been updated, once a step.
+
+    Stage 3: a block is gathered before its forward and again before its backward, unless it is
+    whole still. What is not in a block is gathered once and stays until its gradients have been
+    reduced. That is after each microbatch; under a pipeline after the last one, until when the
+    block that has done a backward stays whole, too: of the m forwards and m backwards of a stage,
+    m - 1 follow a backward, in every order that GPipe and 1F1B have, so m + 1 find the block
+    sharded.
     """
-    if not shards_weights(config):
+    if config.parallel.zero == 0:
         return []
     m, pipelined = config.microbatches, config.parallel.mesh.pp > 1
     per_block, per_rest = (m + 1, 1) if pipelined else (2 * m, m)
+    if not shards_weights(config):
+        per_block = per_rest = 1
     rest = other_parameters(config, place)
     return [
         t.times(per_rest if group == rest else per_block)
@@ -169,17 +198,20 @@ def zero_weights(config: Config, place: Place) -> list[Traffic]:
 
 
 def zero_gradients(config: Config, place: Place) -> list[Traffic]:
-    """ZeRO 3: a reduce-scatter over dp_shard, then an all-reduce of the rank's part over
-    dp_replicate, for each group and microbatch; under a pipeline once a step."""
-    if not shards_weights(config):
-        return []
+    """ZeRO: a reduce-scatter over dp_shard, then an all-reduce of the rank's part over
+    dp_replicate, for each group. Stage 2 scatters each microbatch and sums the replicas once, stage
+    3 does both for each microbatch; deferred, as under a pipeline of stage 3, all is done once."""
+    parallel = config.parallel
+    deferred = parallel.defer_reduce or (parallel.zero == 3 and parallel.mesh.pp > 1)
+    scatters = 1 if deferred or parallel.zero == 1 else config.microbatches
     parts = []
-    for group in groups(config, place):
+    for group in groups(config, place) if parallel.zero > 0 else []:
         whole = padded_bytes(group, config, place)
-        parts += over(config, "reduce-scatter", ("dp_shard",), whole)
-        own = whole // config.parallel.mesh.dp_shard
-        parts += over(config, "all-reduce", ("dp_replicate",), own)
-    return times(1 if config.parallel.mesh.pp > 1 else config.microbatches, parts)
+        own = whole // parallel.mesh.dp_shard
+        parts += times(scatters, over(config, "reduce-scatter", ("dp_shard",), whole))
+        sums = over(config, "all-reduce", ("dp_replicate",), own)
+        parts += times(scatters if parallel.zero == 3 else 1, sums)
+    return parts
 
 
 def padded_bytes(group: Group, config: Config, place: Place) -> int:
@@ -203,7 +235,7 @@ def tied_gradients(config: Config, place: Place) -> list[Traffic]:
     if not config.model.tied_embeddings or is_first(place) == is_last(config, place):
         return []
     table = other_parameters(config, place)["token_embedding.weight"]
-    own = math.prod(rest_shape(table, config, place)) * config.train.element_size
+    own = math.prod(owned_shape(table, config, place)) * config.train.element_size
     return [t for way in ("send", "recv") for t in over(config, way, ("pp",), own)]
 
 

@@ -162,4 +162,4 @@ def name_lasting(live: LiveBytes, trainer: Trainer) -> None:
     states = [tensor for name in optimizer.shards for tensor in optimizer.state(name).values()]
     live.name(WEIGHTS, optimizer.weights.values())
     live.name(OPTIMIZER, states)
-    live.name(GRADIENTS, [weight.grad for weight in optimizer.weights.values()])
+    live.name(GRADIENTS, [shard.grad for shard in optimizer.shards.values()])

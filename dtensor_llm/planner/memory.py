@@ -28,10 +28,11 @@ from dtensor_llm.planner.parameters import (
     Place,
     block_parameters,
     groups,
+    is_first,
     num_blocks,
     other_parameters,
+    owned_shape,
     padded_numel,
-    rest_shape,
     shards_weights,
     tp_shape,
 )
@@ -77,25 +78,25 @@ def model_states(
 def at_rest(config: Config, place: Place) -> Roles:
     """What the rank at `place` holds between two steps, gradients not yet forgotten.
 
-    The `model_states` of its parts, which may be uneven, and what torch adds: `fully_shard` pads
-    the rows of weights and gradients, AdamW counts the steps of each parameter.
+    The `model_states` of its parts, which may be uneven, but for three things: messages pad the
+    rows of gradients, and `fully_shard` those of weights; AdamW counts the steps of each parameter;
+    and at the end of a step stage 1, too, has freed all gradients but the rank's own.
     """
     train, found = config.train, groups(config, place)
     size = train.element_size
-    own = [math.prod(rest_shape(p, config, place)) for group in found for p in group.values()]
+    own = [math.prod(owned_shape(p, config, place)) for group in found for p in group.values()]
     states = model_states(
         config.parallel.zero,
         sum(numel(group, config, place) for group in found),
         sum(own),
         Roles(size, size, train.num_moments * size),
     )
-    padding = 0
-    if shards_weights(config):
-        padding = sum(group_sizes(group, config, place).part for group in found) - sum(own)
+    padded = sum(group_sizes(group, config, place).part for group in found)
+    gradients = padded * size if config.parallel.zero > 0 else states.gradients
     counters = sum(elements > 0 for elements in own) if train.optimizer == "adamw" else 0
     return Roles(
-        weights=states.weights + padding * size,
-        gradients=states.gradients + padding * size,
+        weights=padded * size if shards_weights(config) else states.weights,
+        gradients=gradients,
         optimizer=states.optimizer + counters * BYTES_OF_COUNTER,
     )
 
@@ -115,36 +116,78 @@ def most_gathered(config: Config, place: Place) -> int:
 
     Stage 3: those of one block, and what is in no block from its first use to its last; under a
     pipeline all that the stage has, from the first backward on. Stage 0: all, for torch's
-    `replicate` computes with a copy. A rank without data parallelism has no copies.
+    `replicate` computes with a copy. Else none.
     """
-    if config.dp == 1:
-        return 0
     block, rest = sizes_of_groups(config, place)
+    if config.dp == 1 or config.parallel.zero in (1, 2) or config.parallel.ddp:
+        return 0
     many = not shards_weights(config) or config.parallel.mesh.pp > 1
     return (num_blocks(config, place) if many else 1) * block.gathered + rest.gathered
 
 
 def most_gradients(config: Config, place: Place) -> int:
-    """Elements of gradients, reduced or not; L blocks are reduced one by one, then the rest.
+    """Elements of gradients, reduced or not.
 
-    Stage 0: those of the whole stage. Stage 3: those of the group whose turn it is, and the rank's
-    part of all that are reduced already, also by earlier microbatches. Of the rest the head and the
-    final norm have theirs from the beginning of the backward pass on. Under a pipeline all groups
-    are whole until the end of the step; the rest is then reduced first.
+    Whole ones of the stage where they are reduced once a step, of several microbatches or at stage
+    0. Else those that are not reduced yet, beside the rank's part of what is.
+    """
+    parallel, (block, rest) = config.parallel, sizes_of_groups(config, place)
+    if config.dp > 1 and parallel.zero in (1, 2):
+        return most_in_buckets(config, place)
+    if config.dp > 1 and shards_weights(config):
+        return most_sharded(config, place)
+    whole = num_blocks(config, place) * block.whole + rest.whole
+    if config.dp > 1 and parallel.ddp and parallel.ddp_bucket_view:
+        # Views of messages that last; each is on its own before: with m microbatches, until the
+        # last one has added to it.
+        return whole + (whole if config.microbatches > 1 else max(block.largest, rest.largest))
+    return whole
+
+
+def most_in_buckets(config: Config, place: Place) -> int:
+    """Stages 1 and 2: a gradient goes into its message, and is freed, as soon as it is there.
+
+    The largest module counts, then, beside the parts that are reduced by then. Stage 1 has several
+    microbatches' whole gradients until the last one.
+    """
+    parallel, count = config.parallel, num_blocks(config, place)
+    block, rest = sizes_of_groups(config, place)
+    if config.microbatches > 1 and (parallel.zero == 1 or parallel.defer_reduce):
+        return count * block.whole + rest.whole
+    if config.microbatches > 1:
+        return count * block.part + rest.part + max(block.largest, rest.largest)
+    used_last = group_sizes(head_parameters(config, place), config, place)
+    before = 0 if is_first(place) else rest.part
+    in_block = before + (count - 1) * block.part + block.largest
+    in_rest = count * block.part + max(rest.part, rest.largest * is_first(place))
+    return max(used_last.largest, in_block, in_rest)
+
+
+def most_sharded(config: Config, place: Place) -> int:
+    """Stage 3: the L blocks are reduced one by one, then the rest.
+
+    Of the rest, the head and the final norm have their gradients from the beginning of the backward
+    pass on. Under a pipeline all groups are whole until the end of the step; the rest comes first.
     """
     count, (block, rest) = num_blocks(config, place), sizes_of_groups(config, place)
-    if config.dp == 1 or not shards_weights(config):
-        return count * block.whole + rest.whole
     if config.parallel.mesh.pp > 1:
         in_rest = count * block.whole + rest.in_turn
-        in_block = (count - 1) * block.whole + block.in_turn + rest.part
-        return max(in_rest, in_block)
-    names = ("final_norm", "head")
-    rest_parameters = other_parameters(config, place)
-    early = numel({n: p for n, p in rest_parameters.items() if n.startswith(names)}, config, place)
+        return max(in_rest, (count - 1) * block.whole + block.in_turn + rest.part)
+    used_last = numel(head_parameters(config, place), config, place)
+    if config.microbatches > 1 and config.parallel.defer_reduce:
+        in_block = (count - 1) * block.whole + block.in_turn + rest.whole
+        return max(in_block, count * block.part + rest.in_turn)
     if config.microbatches > 1:
-        return count * block.part + rest.part + max(block.whole + early, rest.whole)
-    return max((count - 1) * block.part + block.in_turn + early, count * block.part + rest.in_turn)
+        return count * block.part + rest.part + max(block.whole + used_last, rest.whole)
+    in_block = (count - 1) * block.part + block.in_turn + used_last
+    return max(in_block, count * block.part + rest.in_turn)
+
+
+def head_parameters(config: Config, place: Place) -> Group:
+    """What is in no block and has its gradient before the blocks."""
+    rest = other_parameters(config, place)
+    names = ("final_norm", "head") if is_first(place) else tuple(rest)
+    return {name: p for name, p in rest.items() if name.startswith(names)}
 
 
 @dataclass(frozen=True)
@@ -156,12 +199,14 @@ class GroupSizes:
         gathered: all, with the padding of `fully_shard`.
         part: what a dp_shard rank has of `gathered`.
         last: those of the last parameter, whose whole gradient torch lets go of late.
+        largest: those of the largest module, weight and bias, whose gradients come together.
     """
 
     whole: int
     gathered: int
     part: int
     last: int
+    largest: int
 
     @property
     def in_turn(self) -> int:
@@ -184,7 +229,14 @@ def group_sizes(group: Group, config: Config, place: Place) -> GroupSizes:
         gathered=padded if shards_weights(config) else numel(group, config, place),
         part=padded // shards,
         last=numel(last, config, place),
+        largest=largest_module(group, config, place),
     )
+
+
+def largest_module(group: Group, config: Config, place: Place) -> int:
+    names = {name.rpartition(".")[0] for name in group}
+    modules = [{n: p for n, p in group.items() if n.rpartition(".")[0] == name} for name in names]
+    return max((numel(module, config, place) for module in modules), default=0)
 
 
 def numel(group: Group, config: Config, place: Place) -> int:

@@ -108,6 +108,26 @@ def other_parameters(config: Config, place: Place) -> Group:
     return found
 
 
+def in_order_of_gradients(config: Config, place: Place) -> list[Parameter]:
+    """The stage's parameters as their gradients come in a backward pass.
+
+    Last module first, in each the bias first. A tied table comes when it has been looked up in, but
+    on a stage that has it for the head alone.
+    """
+    rest, block = dict(other_parameters(config, place)), block_parameters(config.model)
+    late = ["position_embedding", "token_embedding"] if is_first(place) else []
+    early = ["head", "final_norm"] if late else ["head", "token_embedding", "final_norm"]
+    modules = ["mlp.down", "mlp.up", "mlp.gate", "mlp_norm", "attention.output"]
+    modules += ["attention.value", "attention.key", "attention.query", "attention_norm"]
+
+    def ordered(group: Group, names: list[str]) -> list[Parameter]:
+        wanted = [f"{name}.{kind}" for name in names for kind in ("bias", "weight")]
+        return [group[name] for name in wanted if name in group]
+
+    blocks = num_blocks(config, place) * ordered(block, modules)
+    return ordered(rest, early) + blocks + ordered(rest, late)
+
+
 def norm_parameters(name: str, model: ModelConfig) -> dict[str, Parameter]:
     has_bias = model.norm == "layernorm" and model.bias
     kinds = ("weight", "bias") if has_bias else ("weight",)
@@ -130,8 +150,15 @@ def shards_weights(config: Config) -> bool:
 
 def rest_shape(parameter: Parameter, config: Config, place: Place) -> Shape:
     """The shape of what the rank holds of the weight between steps."""
+    if shards_weights(config):
+        return owned_shape(parameter, config, place)
+    return tp_shape(parameter, config, place)
+
+
+def owned_shape(parameter: Parameter, config: Config, place: Place) -> Shape:
+    """The shape of what the rank reduces and updates: rows, but for ZeRO stage 0."""
     shape = tp_shape(parameter, config, place)
-    if not shards_weights(config):
+    if config.parallel.zero == 0:
         return shape
     return (part(shape[0], place.dp_shard, config.parallel.mesh.dp_shard), *shape[1:])
 
