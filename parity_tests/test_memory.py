@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dtensor_llm.config import Config
-from dtensor_llm.planner.contract import first_steps
+from dtensor_llm.planner.contract import first_steps, place_of
 from dtensor_llm.planner.live_bytes import OTHER, LiveBytes, name_lasting, watch_step
 from dtensor_llm.planner.memory import (
     BUFFERS,
@@ -26,7 +26,6 @@ from dtensor_llm.planner.parameters import Place
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
 from parity_tests.harness import LLAMA, SECONDS, batches_for, small_config
-from parity_tests.test_costs import place_of
 
 # Rajbhandari et al., arXiv 1910.02054, table 1: GB a device by data-parallel ranks, for a model of
 # so many billions of parameters: stage 1, 2 and 3. The paper rounds here and cuts off there.
@@ -100,7 +99,7 @@ def measure(config: Config, world: World) -> Measured:
         name_lasting(live, trainer)
         peak = Roles(live.peak(WEIGHTS, GATHERED), live.peak(GRADIENTS), live.peak(OPTIMIZER))
         rests = before, rest()
-    return Measured(place_of(trainer), rests, peak, live.peak(BUFFERS), live.peak(OTHER))
+    return Measured(place_of(trainer.mesh), rests, peak, live.peak(BUFFERS), live.peak(OTHER))
 
 
 def measure_all(config: Config) -> list[Measured]:
@@ -142,6 +141,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline, zero 3": ("1x2x2", {"layers": 4}),
     "pipeline, zero 3, middle stages": ("1x4x2", {"layers": 6}),
     "2x2x2": ("2x2x2", {"vocab_size": 57}),
+    "zero 3, not freed": ("1x1x2", {"reshard_after_forward": False, "micro_batch_size": 1}),
+    "zero 3, gathered ahead": ("1x1x2", {"layers": 4, "prefetch_depth": 2}),
+    "zero 3, not gathered ahead": ("1x1x2", {"layers": 4, "prefetch_depth": 0}),
+    "pipeline, freed": ("1x2x2", {"reshard_after_forward": True, "layers": 3}),
+    "grid, zero 3": ("tp=2x2,dp=2", {"vocab_size": 57}),
     "hybrid and tp": ("dp_replicate=2,dp_shard=2,tp=2", {}),
 }
 

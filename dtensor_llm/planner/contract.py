@@ -8,6 +8,7 @@ from itertools import groupby
 
 import torch.distributed as dist
 from tabulate import tabulate
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_llm.config import Config
 from dtensor_llm.data import Dataset
@@ -47,12 +48,18 @@ def measure(config: Config, data: Dataset, world: World) -> list[Contract]:
                 open_recorder.enter_context(recorder)
             batch = data.batch(step, trainer.samples)
             trainer.step(step, batch.tokens, batch.labels)
-    place = Place(**{axis: trainer.mesh.get_local_rank(axis) for axis in PLACE_AXES})
+    place = place_of(trainer.mesh)
     own = Contract(place, step_traffic(config, place), recorder.table())
     contracts = [own] * world.size
     if world.size > 1:
         dist.all_gather_object(contracts, own)
     return contracts
+
+
+def place_of(mesh: DeviceMesh) -> Place:
+    """The calling rank's."""
+    axes = set(PLACE_AXES) & set(mesh.mesh_dim_names or ())
+    return Place(**{axis: mesh.get_local_rank(axis) for axis in axes})
 
 
 def first_steps(config: Config) -> int:

@@ -15,7 +15,8 @@ Paper: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5 and table 1. Their 
 
 That is what lasts from step to step. Within a step more is there: at stage 3 the weights that are
 whole while they compute, and the gradients of a block before they are reduced. Both are held equal
-to what lives in a real step (`live_bytes`), to the byte. Activations and buffers are not in here.
+to what lives in a real step (`live_bytes`), to the byte. Activations and buffers are not in here,
+nor where it lies: see `host`.
 """
 
 import math
@@ -114,14 +115,15 @@ def at_peak(config: Config, place: Place) -> Roles:
 def most_gathered(config: Config, place: Place) -> int:
     """Elements of weights that are there a second time, to compute with.
 
-    Stage 3: those of one block, and what is in no block from its first use to its last; under a
-    pipeline all that the stage has, from the first backward on. Stage 0: all, for torch's
-    `replicate` computes with a copy. Else none.
+    Stage 3: those of one block, and what is in no block from its first use to its last; all that
+    the stage has where blocks are not freed after forward, and under a pipeline, from the first
+    backward on. Stage 0: all, for torch's `replicate` computes with a copy. Else none.
     """
     block, rest = sizes_of_groups(config, place)
     if config.dp == 1 or config.parallel.zero in (1, 2) or config.parallel.ddp:
         return 0
-    many = not shards_weights(config) or config.parallel.mesh.pp > 1
+    frees = shards_weights(config) and config.parallel.reshards_after_forward
+    many = not frees or config.parallel.mesh.pp > 1
     return (num_blocks(config, place) if many else 1) * block.gathered + rest.gathered
 
 

@@ -75,8 +75,10 @@ _OPERATORS = {
     "_c10d_functional::all_to_all_single": ("all-to-all", "input"),
     "_c10d_functional::broadcast": ("broadcast", "input"),
     "_c10d_functional::broadcast_": ("broadcast", "input"),
+    "dtensor_llm::reduce_scatter": ("reduce-scatter", "input"),
 }
 _GROUPS = ("process_group", "group_name")  # the argument; an operator without one sends nothing
+_NAMESPACES = {"c10d", "_c10d_functional", "dtensor_llm"}
 
 
 class _Observers(threading.local):
@@ -121,7 +123,7 @@ class _Mode(TorchDispatchMode):
     ) -> Any:
         if DTensor in types:
             return NotImplemented  # it calls again, with local tensors, and may communicate
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in _NAMESPACES:
             names = [argument.name for argument in func._schema.arguments]
             if any(name in _GROUPS for name in names):
                 arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
