@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtensor_llm.buckets import Buckets
 from dtensor_llm.config import TrainConfig
 from dtensor_llm.model import GPT
+from dtensor_llm.offload import HostOptimizerMemory
 from dtensor_llm.plan import Part, local_tensor, part_of
 
 
@@ -44,9 +45,17 @@ class Optimizer:
         held: {name: what of the parameter its local tensor is}.
         owned: {name: what of it this rank reduces and updates}: its local tensor, or rows of that.
         shards: {name: the elements owned, a plain parameter that shares their memory}.
+        host: their twins in the host's memory, if the optimizer is offloaded: see `offload`.
     """
 
-    def __init__(self, model: GPT, config: TrainConfig, buckets: Buckets | None = None) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        config: TrainConfig,
+        buckets: Buckets | None = None,
+        *,
+        offload: bool = False,
+    ) -> None:
         """`buckets` are the parameters of whose local tensors this rank owns some rows only."""
         self.config = config
         self.buckets = Buckets() if buckets is None else buckets
@@ -59,9 +68,11 @@ class Optimizer:
         }
         # A rank may own nothing of a small parameter: then there is nothing to step on.
         owned = {name: shard for name, shard in self.shards.items() if shard.numel() > 0}
+        self.host = HostOptimizerMemory(owned) if offload else None
+        self.stepped = self.host.twins if self.host else owned
         groups = [
             {
-                "params": [p for name, p in owned.items() if is_decayed(name) == decayed],
+                "params": [p for name, p in self.stepped.items() if is_decayed(name) == decayed],
                 "weight_decay": config.weight_decay if decayed else 0.0,
             }
             for decayed in (True, False)
@@ -88,7 +99,11 @@ class Optimizer:
         """
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
+        if self.host:
+            self.host.take_gradients()
         self.torch_optimizer.step()
+        if self.host:
+            self.host.give_weights()
         self.buckets.gather()
 
     def zero_grad(self) -> None:
@@ -98,7 +113,8 @@ class Optimizer:
 
     def state(self, name: str) -> dict[str, Tensor]:
         """The state of a parameter's local part: exp_avg and exp_avg_sq, or momentum_buffer."""
-        return self.torch_optimizer.state.get(self.shards[name], {})
+        stepped = self.stepped.get(name)
+        return {} if stepped is None else self.torch_optimizer.state.get(stepped, {})
 
 
 def make_optimizer(groups: list[dict[str, object]], config: TrainConfig) -> torch.optim.Optimizer:

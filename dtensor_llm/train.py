@@ -25,11 +25,13 @@ from dtensor_llm.optimizer import (
     learning_rate,
     sum_of_squares,
 )
+from dtensor_llm.parallel import zero
 from dtensor_llm.parallelize import Parallelized, normalized, parallelize
 from dtensor_llm.plan import Part
 from dtensor_llm.worlds import World
 
-DATA_AXES = ("dp_replicate", "dp_shard")  # axes that split the global batch, outermost first
+# Axes that split the global batch, outermost first.
+DATA_AXES = ("dp_replicate", "dp_shard", "tp_row")
 
 
 class TrainingError(RuntimeError):
@@ -55,13 +57,17 @@ class Trainer:
         self.config, self.world = config, world
         self.parallel: Parallelized = parallelize(config, world.device)
         self.model, self.mesh = self.parallel.model, self.parallel.mesh
-        self.optimizer = Optimizer(self.model, config.train, self.parallel.buckets)
+        offload = config.parallel.offload == "optimizer"
+        buckets = self.parallel.buckets
+        self.optimizer = Optimizer(self.model, config.train, buckets, offload=offload)
         self.data_groups = [
             self.parallel.axes[axis].get_group() for axis in DATA_AXES if axis in self.parallel.axes
         ]
-        size = config.train.global_batch_size // config.dp
+        size = config.train.global_batch_size // config.batch_parts
         self.samples = slice(self.data_rank() * size, (self.data_rank() + 1) * size)
-        self.reports_loss = self.model.last and self.mesh.get_local_rank("tp") == 0
+        same_loss = [self.parallel.axes[x] for x in ("tp", "tp_col") if x in self.parallel.axes]
+        is_first = all(axis.get_local_rank() == 0 for axis in same_loss)
+        self.reports_loss = self.model.last and is_first
 
     def data_rank(self) -> int:
         """Which part of the global batch this rank computes."""
@@ -73,7 +79,7 @@ class Trainer:
     def step(self, step: int, tokens: Tensor, labels: Tensor) -> StepResult:
         """Train on this rank's part of the global batch: `compute_gradients` and `update`.
 
-        `tokens` and `labels` are b t: the rows `samples` of the batch, b = global batch / dp.
+        `tokens` and `labels` are b t: the rows `samples` of the batch, as many on every rank.
         """
         result = self.compute_gradients(step, tokens, labels)
         self.update(result)
@@ -89,8 +95,8 @@ class Trainer:
         if tokens.shape != expected or labels.shape != expected:
             raise ValueError(
                 f"tokens {tuple(tokens.shape)}, labels {tuple(labels.shape)}: not this rank's part "
-                f"of the batch, (global batch / dp, seq_len) = {expected}; take the rows "
-                f"{self.samples.start} to {self.samples.stop - 1} (trainer.samples)"
+                f"of the batch, (global batch / {self.config.batch_parts}, seq_len) = {expected}; "
+                f"take the rows {self.samples.start} to {self.samples.stop - 1} (trainer.samples)"
             )
         self.optimizer.zero_grad()
         self.model.train()
@@ -239,6 +245,7 @@ class Trainer:
             labels = batch.labels.to(device)
             total += self.forward_only(batch.tokens.to(device), labels).double()
             count += count_valid_tokens(labels)
+        zero.free_gathered(self.model)
         total, count = self.sum_over_ranks(total, count * float(self.reports_loss))
         return (total / count.clamp(min=1)).item(), int(count.item())
 

@@ -22,12 +22,12 @@ from dtensor_llm.config import (
     MeshSizes,
     ModelConfig,
     ParallelConfig,
-    RefusedPair,
     RunConfig,
     TrainConfig,
 )
 from dtensor_llm.model import GPT
 from dtensor_llm.presets import PRESETS
+from dtensor_llm.refused_pairs import RefusedPair
 from dtensor_llm.settings import SETTINGS, Setting
 from parity_tests.bad_configurations import BAD_CONFIGURATIONS
 
@@ -87,6 +87,7 @@ def test_table_reaches_every_rule() -> None:
 NOT_OF_TWO_FEATURES = {
     "dropout_survives_rounding",
     "axes_are_available",
+    "tp_grid_is_square",
     "parity_has_a_rule",  # refuses no training, only to compare it
 }
 
@@ -286,6 +287,7 @@ EVERY_FLAG = (
     "--eval-samples 5 --mesh 2x2x1 --zero 2 --defer-reduce --schedule gpipe "
     "--no-sequence-parallel --world threads --device cpu --timeout 5 --data a b --check-parity "
     "--record run --record-every 7 --metrics run.jsonl",
+    "--reshard-after-forward --prefetch-depth 2 --offload weights",
     "--zero 0 --ddp --ddp-bucket-mb 5 --no-ddp-bucket-view --ddp-static-graph",
 )
 """Some do not go together."""
@@ -461,6 +463,12 @@ KEPT_PER_TOKEN_AND_BLOCK = 4 * 64 + 4 * 64 + 2 * 256
             "--mesh 1x1x4 --zero 0 --check-parity --dtype float64 --optimizer sgd --momentum 0",
             220_544 * 2 * 8 * 5,
             4096 * (4 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 8,
+        ),
+        # an offloaded optimizer has weights and gradients of its own
+        (
+            "--offload optimizer",
+            220_544 * 6 * 4,
+            4096 * (4 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4,
         ),
         # 1F1B on 2 stages: 2 and 1 microbatches in flight, 1.5 x 4 blocks
         (

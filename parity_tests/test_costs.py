@@ -32,6 +32,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero 3, uneven rows": ("1x1x3", {"global_batch_size": 6}),
     "zero 3, rows for some ranks": ("1x1x8", {"vocab_size": 7, "width": 24, "heads": 4}),
     "zero 3, microbatches": ("1x1x2", {"micro_batch_size": 1}),
+    "zero 3, kept for backward": (
+        "1x1x3",
+        {"reshard_after_forward": False, "micro_batch_size": 2, "global_batch_size": 12},
+    ),
+    "zero 3, gathered far ahead": ("1x1x2", {"prefetch_depth": 2, "layers": 4}),
+    "zero 3, weights on the host": ("1x1x2", {"offload": "weights", "micro_batch_size": 1}),
+    "one rank, weights on the host": ("1x1x1", {"offload": "weights"}),
+    "optimizer on the host": ("2x1x2", {"offload": "optimizer", "zero": 0}),
     "zero 3 of copies alone": ("dp_replicate=2", {"micro_batch_size": 2}),
     "hybrid": ("dp_replicate=2,dp_shard=2", {"micro_batch_size": 1}),
     "hybrid, replicated": ("dp_replicate=2,dp_shard=2", {"zero": 0}),
@@ -66,15 +74,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "2x1x3, uneven": ("2x1x3", {"ffn_width": 50, "global_batch_size": 12}),
     "2x2x1, microbatches": ("2x2x1", {"micro_batch_size": 1}),
     "2x2x2, replicated": ("2x2x2", {"zero": 0, "schedule": "gpipe"}),
+    "2x2x2, freed after forward": ("2x2x2", {"reshard_after_forward": True}),
+    "gpipe, freed after forward": (
+        "1x2x2",
+        {"reshard_after_forward": True, "schedule": "gpipe", "micro_batch_size": 1},
+    ),
     "1x2x3": ("1x2x3", {"global_batch_size": 12}),
     "hybrid and tp": ("dp_replicate=2,dp_shard=2,tp=2", {}),
     "hybrid and tp, replicated": ("dp_replicate=2,dp_shard=2,tp=2", {"zero": 0}),
+    "grid": ("tp=2x2", {}),
+    "grid, microbatches": ("tp=2x2", {"micro_batch_size": 1, "vocab_size": 62, "seq_len": 7}),
+    "grid of nine, uneven": (
+        "tp=3x3",
+        {"heads": 6, "kv_heads": None, "width": 36, "ffn_width": 33, "global_batch_size": 9},
+    ),
+    "grid and zero 3": ("tp=2x2,dp=2", {"micro_batch_size": 1}),
+    "grid, replicated": ("tp=2x2,dp=2", {"zero": 0}),
+    "grid and zero 1": ("tp=2x2,dp=2", {"zero": 1, "micro_batch_size": 1}),
+    "grid and zero 2": ("tp=2x2,dp=2", {"zero": 2, "micro_batch_size": 1}),
+    "grid and hybrid": ("tp=2x2,dp_replicate=2,dp_shard=2", {}),
+    "grid and pp": ("tp=2x2,pp=2", {}),
+    "grid, pp and dp": ("tp=2x2,pp=2,dp=2", {"schedule": "gpipe"}),
     "hybrid and pp": ("dp_replicate=2,dp_shard=2,pp=2", {"schedule": "gpipe"}),
 }
 
 
 def place_of(trainer: Trainer) -> Place:
-    axes = [field.name for field in dataclasses.fields(Place)]
+    axes = {field.name for field in dataclasses.fields(Place)} & set(trainer.mesh.mesh_dim_names)
     return Place(**{axis: trainer.mesh.get_local_rank(axis) for axis in axes})
 
 
@@ -115,19 +141,19 @@ def test_counted_is_predicted(case: str, family: str) -> None:
     hold_to_closed_form(small_config(mesh, **FAMILIES[family] | values))
 
 
-@pytest.mark.parametrize("mesh", ["2x2x2", "dp_replicate=2,dp_shard=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["2x2x2", "dp_replicate=2,dp_shard=2,tp=2", "tp=2x2,dp=2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_counted_is_predicted_in_every_dtype(mesh: str, dtype: str) -> None:
     hold_to_closed_form(small_config(mesh, dtype=dtype))
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("mesh", ["1x2x2", "2x2x1", "1x1x2"])
+@pytest.mark.parametrize("mesh", ["1x2x2", "2x2x1", "1x1x2", "tp=2x2,pp=2"])
 def test_counted_is_predicted_tied_and_untied(mesh: str, tied: bool) -> None:
     hold_to_closed_form(small_config(mesh, tied_embeddings=tied, micro_batch_size=1))
 
 
-@pytest.mark.parametrize("case", ["2x2x2", "1x2x3", "hybrid and tp", "hybrid, replicated"])
+@pytest.mark.parametrize("case", ["2x2x2", "1x2x3", "hybrid and tp", "hybrid, replicated", "grid"])
 def test_processes_and_threads_record_the_same_calls(case: str) -> None:
     """In the same order, on every rank: of torch's own groups a dispatch mode sees them."""
     mesh, values = CASES[case]
@@ -154,7 +180,9 @@ def test_one_reduction_a_step_moves_an_eighth() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mesh", ["2x2x2", "4x1x2", "2x1x4", "dp_replicate=2,dp_shard=2,pp=2"])
+@pytest.mark.parametrize(
+    "mesh", ["2x2x2", "4x1x2", "2x1x4", "dp_replicate=2,dp_shard=2,pp=2", "tp=2x2,dp=2"]
+)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_shapes_are_those_of_the_model(mesh: str, zero: int, family: str) -> None:
     config = small_config(mesh, zero=zero, layers=3, width=48, ffn_width=52, **FAMILIES[family])

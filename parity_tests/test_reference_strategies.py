@@ -13,6 +13,7 @@ from reference import (
     pipeline_parallel,
     sequence_parallel,
     tensor_parallel,
+    tensor_parallel_2d,
     training,
     zero,
 )
@@ -38,6 +39,8 @@ STRATEGIES: dict[str, Strategy] = {
     "tp4": partial(tensor_parallel.loss_and_gradients, tp=4),
     "tp2 sequence parallel": partial(sequence_parallel.loss_and_gradients, tp=2),
     "tp4 sequence parallel": partial(sequence_parallel.loss_and_gradients, tp=4),
+    "tp 2x2": partial(tensor_parallel_2d.loss_and_gradients, q=2),
+    "tp 4x4": partial(tensor_parallel_2d.loss_and_gradients, q=4),
     "dp2": partial(data_parallel.loss_and_gradients, dp=2),
     "dp4, accumulation 2": partial(data_parallel.loss_and_gradients, dp=4, microbatches=2),
     "zero dp2": partial(zero.loss_and_gradients, dp=2),
@@ -178,6 +181,33 @@ def norm_gradients_of_one_rank(patch: pytest.MonkeyPatch) -> Strategy:
     return STRATEGIES["tp2 sequence parallel"]
 
 
+def products_of_one_column(patch: pytest.MonkeyPatch) -> Strategy:
+    patch.setattr(tensor_parallel_2d, "add_up", lambda partial: partial[0])
+    return STRATEGIES["tp 2x2"]
+
+
+def every_column_drops_as_the_first(patch: pytest.MonkeyPatch) -> Strategy:
+    def wrong(*arguments: Any, part: tuple[int, int], dim: int) -> Tensor:
+        return right(*arguments, part=(0, part[1]), dim=dim)
+
+    right = tensor_parallel_2d.drop
+    patch.setattr(tensor_parallel_2d, "drop", wrong)
+    return STRATEGIES["tp 2x2"]
+
+
+def vector_gradients_of_one_row(patch: pytest.MonkeyPatch) -> Strategy:
+    def wrong(grid: list[Any], model: Model) -> Gradients:
+        first = {name: torch.cat([own[name].grad for own in grid[0]]) for name in vectors(model)}
+        return {**right(grid, model), **first}
+
+    def vectors(model: Model) -> list[str]:
+        return [name for name, weight in model.weights.items() if weight.ndim == 1]
+
+    right = tensor_parallel_2d.join_gradients
+    patch.setattr(tensor_parallel_2d, "join_gradients", wrong)
+    return STRATEGIES["tp 2x2"]
+
+
 def average_over_dp(patch: pytest.MonkeyPatch) -> Strategy:
     patch.setattr(data_parallel, "all_reduce", lambda partial: torch.stack(partial).mean(dim=0))
     return STRATEGIES["dp2"]
@@ -229,6 +259,9 @@ def tied_gradient_of_one_stage(patch: pytest.MonkeyPatch) -> Strategy:
         every_rank_drops_as_the_first,
         every_rank_drops_attention_as_the_first,
         norm_gradients_of_one_rank,
+        products_of_one_column,
+        every_column_drops_as_the_first,
+        vector_gradients_of_one_row,
         average_over_dp,
         loss_divided_by_local_tokens,
         shards_in_the_wrong_order,
@@ -256,10 +289,11 @@ def test_vocabulary_is_split_as_torch_chunk_does(vocabulary: int) -> None:
     assert torch.equal(torch.cat(own), model.weights["token_embedding.weight"])
 
 
-def test_large_logits_do_not_overflow() -> None:
+@pytest.mark.parametrize("page", [tensor_parallel, tensor_parallel_2d])
+def test_large_logits_do_not_overflow(page: Any) -> None:
     logits = 1e4 * torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).double()
     labels = torch.tensor([[0, 3, 7], [-100, 4, 1]])
-    found = tensor_parallel.loss_sum(list(logits.split(3, dim=-1)), labels)
+    found = page.loss_sum(list(logits.split(3, dim=-1)), labels)
     torch.testing.assert_close(found, training.loss_sum(logits, labels), rtol=1e-14, atol=0)
 
 
@@ -267,6 +301,15 @@ def test_sequence_parallel_refuses_uneven_tokens() -> None:
     tokens, labels = make_batch()
     with pytest.raises(ValueError, match="7 tokens cannot be cut into 2 equal parts"):
         sequence_parallel.loss_and_gradients(make_model(), tokens[:, :7], labels[:, :7], tp=2)
+
+
+def test_a_grid_refuses_what_does_not_divide() -> None:
+    tokens, labels = make_batch()
+    with pytest.raises(ValueError, match="7 sequences cannot be cut into 2 equal parts"):
+        tensor_parallel_2d.loss_and_gradients(make_model(), tokens[:7], labels[:7], q=2)
+    tokens, labels = make_batch(vocab_size=5)
+    with pytest.raises(ValueError, match="vocabulary 5 is too small for 4 parts"):
+        tensor_parallel_2d.loss_and_gradients(make_model(vocab_size=5), tokens, labels, q=4)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -163,10 +164,10 @@ def test_blocks_get_their_memory_one_after_another(monkeypatch: pytest.MonkeyPat
         model = GPT(small_config(layers=3).model)
     without_memory: list[list[str]] = []
 
-    def record(module: nn.Module, *, mesh: DeviceMesh) -> FSDPModule:
+    def record(module: nn.Module, *, mesh: DeviceMesh, **options: Any) -> FSDPModule:
         blocks = model.blocks.items()
         without_memory.append([n for n, b in blocks if any(p.is_meta for p in b.parameters())])
-        return fully_shard(module, mesh=mesh)
+        return fully_shard(module, mesh=mesh, **options)
 
     def main(world: World) -> None:
         mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp_shard",))

@@ -23,6 +23,19 @@ Paper: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5; Zhao et al., "Py
     reduce-scatter of each gradient                 1          m          m
     all-reduce of 1 number                          valid labels; loss; squared norm
 
+Three choices change when and where, and no number, so that this page is the reference for them too:
+
+    free gathered weights after forward   gathered twice, one block at a time whole
+    ... or keep them                      gathered once, at the end of forward all blocks whole
+    gather some blocks ahead              the same bytes, sooner: so many blocks more are whole
+    offload the optimizer                 moments, and a copy of shards and gradients, on the host:
+                                          each step, gradients go out and weights come in
+    offload the weights                   shards of all three on the host: in for each gathering,
+                                          out for each reduction
+
+An offloaded `update` is the one below: it takes each element by itself, wherever that lies (Ren et
+al., ZeRO-Offload, arXiv 2101.06840, section 4.1).
+
 Stage 3 here lets autograd do it: gathering is concatenation. Its gradient hands each rank its own
 rows, and as the losses of all ranks reach the shards, their sums: that is the reduce-scatter. (This
 page keeps gathered weights until backward has used them; freeing them is what a real rank gains.)

@@ -27,7 +27,8 @@ def mesh_fits_the_processes(config: Config, surroundings: Surroundings) -> Itera
         return
     if config.world_kind(started) == "threads" or mesh.num_ranks == started:
         return
-    axes = [("tp", mesh.tp), ("pp", mesh.pp), ("dp", mesh.dp)]
+    tp = f"{mesh.tp_row}x{mesh.tp_col}" if mesh.tp_row * mesh.tp_col > 1 else mesh.tp
+    axes = [("tp", tp), ("pp", mesh.pp), ("dp", mesh.dp)]
     product = " x ".join(
         f"{axis}={size}" for axis, size in axes + [("cp", mesh.cp)] * (mesh.cp > 1)
     )

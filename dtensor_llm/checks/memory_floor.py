@@ -38,13 +38,14 @@ def memory_floor(config: Config) -> MemoryFloor:
     """The least memory of all ranks of a run together.
 
     States: weights, gradients and the optimizer's moments (two for adamw, one for sgd with
-    momentum), once for each replica: dp of them at ZeRO stage 0, dp_replicate at the others, of
-    which 1 and 2 have the weights dp times; and one more for the reference of a parity check.
+    momentum), an offloaded optimizer's own weights and gradients, once for each replica: dp of them
+    at ZeRO stage 0, dp_replicate at the others, of which 1 and 2 have the weights dp times; and one
+    more for the reference of a parity check.
     Activations: what each microbatch in flight keeps for its backward pass.
     """
     train, parallel = config.train, config.parallel
     replicas = config.dp if parallel.zero == 0 else parallel.mesh.dp_replicate
-    sequences = min(config.dp * config.micro_batch_size, train.global_batch_size)
+    sequences = min(config.batch_parts * config.micro_batch_size, train.global_batch_size)
     tokens = sequences * config.model.seq_len
     kept = tokens * int(
         config.model.layers * _in_flight(config) * _kept_per_token_and_block(config.model)
@@ -52,7 +53,7 @@ def memory_floor(config: Config) -> MemoryFloor:
     )
     return MemoryFloor(
         parameters=config.model.num_parameters,
-        tensors_per_parameter=2 + train.num_moments,
+        tensors_per_parameter=2 + train.num_moments + 2 * (parallel.offload == "optimizer"),
         copies=replicas + int(config.run.check_parity),
         more_copies_of_weights=config.dp - replicas if parallel.zero in (1, 2) else 0,
         element_size=train.element_size,

@@ -94,16 +94,17 @@ def sum_tied_gradients(model: GPT, gradient: Tensor, mesh: DeviceMesh) -> None:
 
     Comm: the local gradient sent and received once between the first and the last stage.
     """
-    other = torch.empty_like(gradient)
+    own = gradient.to(mesh.device_type)  # from the host, where gradients are offloaded
+    other = torch.empty_like(own)
     peer = mesh.size() - 1 if model.first else 0
     group = mesh.get_group()
     exchange = [
-        dist.P2POp(dist.isend, gradient, group=group, group_peer=peer),
+        dist.P2POp(dist.isend, own, group=group, group_peer=peer),
         dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
     ]
     for work in dist.batch_isend_irecv(exchange):
         work.wait()
-    gradient.add_(other)
+    gradient.add_(other.to(gradient.device))
 
 
 def holds_tied_copy(model: GPT) -> bool:

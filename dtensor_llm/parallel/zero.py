@@ -34,12 +34,20 @@ dp_shard, in the dtype of the weights:
 `--defer-reduce` makes every m in the last two columns 1, and holds whole gradients until the last
 microbatch: of stage 2 that leaves stage 1. Under a pipeline torch's stages defer those of stage 3
 in any case. (Stage 3 keeps what is left of the model whole from forward to backward: one gather.)
+
+Two options of stage 3 trade memory for bytes and for waiting. Without `reshard`, what was gathered
+for forward stays for backward: m all-gathers of a block and not 2 m, and at the end of forward a
+rank holds every block whole. `prefetch` blocks are gathered ahead of the one that computes, in both
+directions, so that the network works meanwhile; they are whole that much earlier, at equal bytes.
+Under a pipeline torch's stages keep weights until the last microbatch: 1 all-gather, or m + 1 with
+`reshard` (at each turn from backward to forward or back, and for each forward after a forward).
+Where the shards wait between uses is a third choice: see `dtensor_llm.offload`.
 """
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 
 from dtensor_llm.buckets import Bucket, Buckets
 from dtensor_llm.collectives import reduce_by_summing
@@ -47,18 +55,54 @@ from dtensor_llm.model import GPT
 from dtensor_llm.plan import materialize
 
 
-def apply(model: GPT, mesh: DeviceMesh, device: torch.device) -> None:
+def apply(
+    model: GPT,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    reshard: bool = True,
+    prefetch: int = 1,
+    offload: OffloadPolicy | None = None,
+) -> None:
     """Shard each block, and what is left of the model, over the one or two axes of `mesh`.
 
     `model` is on the meta device; block by block it gets memory on `device` and is sharded, so that
     no rank ever holds more than one whole block.
+
+    Args:
+        reshard: free a block's gathered weights after its forward pass.
+        prefetch: how many blocks ahead weights are gathered.
+        offload: where shards wait; None is on `device`.
     """
+    policy = offload or OffloadPolicy()
     for block in model.blocks.values():
         materialize(block, device)
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
     materialize(model, device)
-    fully_shard(model, mesh=mesh)
+    # The root has no reshard: torch keeps what backward needs first.
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    gather_ahead(model, prefetch)
     reduce_by_summing(model)
+
+
+def gather_ahead(model: GPT, depth: int) -> None:
+    """Let each block, when its turn comes, start the all-gathers of the `depth` ones after it."""
+    sharded: list[FSDPModule] = [x for x in model.modules() if isinstance(x, FSDPModule)]
+    root, *blocks = sharded
+    for order, choose in (
+        (blocks, FSDPModule.set_modules_to_forward_prefetch),
+        (blocks[::-1], FSDPModule.set_modules_to_backward_prefetch),
+    ):
+        for index, module in enumerate([root, *order]):
+            # Nothing would stand for torch's own choice; itself is there already.
+            choose(module, order[index : index + depth] or [module])
+
+
+def free_gathered(model: GPT) -> None:
+    """Back to shards, whatever a forward pass without a backward pass has left gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def share_out(

@@ -1,5 +1,5 @@
 """What a step costs before it runs, in closed form, and how to count what it really costs.
 
 `costs` predicts the communication of a step and `recorder` counts it; tests hold the two equal, to
-the byte.
+the byte. `placements` says where every parameter lies, read off the model as it is built for real.
 """

@@ -13,6 +13,9 @@ residual stream; a rank's stage has L blocks. A step moves four kinds of things:
 | gradients, ZeRO 1       | dp_shard | 1 reduce-scatter for each                  | the block     |
 | gradients, ZeRO 2 and 3 | dp_shard | m reduce-scatters for each; 1 if deferred  | the block     |
 
+In two dimensions of tensor parallelism, a product x W^T of n inputs and m outputs takes q steps, a
+broadcast and a reduce each, and backward two broadcasts and a reduce: see `grid_product`.
+
 and some numbers: tokens to count, the loss, the gradient norm. Every line is held equal to what a
 real step is seen to communicate (`recorder`), to the byte. Only steps after the first ones: in the
 first the stages of a pipeline agree on what they will send, and in the second (third, with a static
@@ -25,11 +28,13 @@ import math
 from collections.abc import Callable, Iterable
 
 from dtensor_llm.config import Config
-from dtensor_llm.mesh import MESH_AXES
+from dtensor_llm.mesh import GRID_AXES, MESH_AXES
 from dtensor_llm.planner.parameters import (
     Group,
     Parameter,
     Place,
+    Shape,
+    block_parameters,
     groups,
     in_order_of_gradients,
     is_first,
@@ -38,12 +43,14 @@ from dtensor_llm.planner.parameters import (
     other_parameters,
     owned_shape,
     padded_numel,
+    part,
     shards_weights,
     tp_shape,
 )
 from dtensor_llm.planner.traffic import Traffic, axis_name, merged, traffic
 
 DATA_AXES = ("dp_replicate", "dp_shard")
+ALL_AXES = MESH_AXES + GRID_AXES
 
 
 def step_traffic(config: Config, place: Place) -> list[Traffic]:
@@ -53,7 +60,7 @@ def step_traffic(config: Config, place: Place) -> list[Traffic]:
 
 def over(config: Config, operation: str, axes: tuple[str, ...], payload: int) -> list[Traffic]:
     """One operation over the named axes together; none where they have one rank."""
-    sizes = {axis: getattr(config.parallel.mesh, axis) for axis in MESH_AXES}
+    sizes = {axis: getattr(config.parallel.mesh, axis) for axis in ALL_AXES}
     num_ranks = math.prod(sizes[axis] for axis in axes)
     if num_ranks == 1:
         return []
@@ -65,9 +72,14 @@ def times(count: int, parts: Iterable[Traffic]) -> list[Traffic]:
 
 
 def activation(config: Config) -> int:
-    """Bytes of b t d, the activations of a microbatch between two blocks."""
-    model = config.model
-    return config.micro_batch_size * model.seq_len * model.width * config.train.element_size
+    """Bytes of b t d, the activations of a microbatch between two blocks; on a grid b t d/q."""
+    width = config.model.width // config.parallel.mesh.tp_col
+    return num_tokens(config) * width * config.train.element_size
+
+
+def num_tokens(config: Config) -> int:
+    """Tokens of a rank's microbatch."""
+    return config.micro_batch_size * config.model.seq_len
 
 
 def shards_tokens(config: Config) -> bool:
@@ -111,11 +123,13 @@ def tensor_parallel_head(config: Config, place: Place) -> list[Traffic]:
 def vocabulary_parallel_loss(config: Config, place: Place) -> list[Traffic]:
     """Three numbers a token: the largest logit, then the sum of exponentials and the label's logit.
 
-    In float32 at least. Backward needs nothing.
+    In float32 at least. Backward needs nothing. On a grid over its columns.
     """
-    size = max(4, config.train.element_size)
-    token = config.micro_batch_size * config.model.seq_len * size
-    parts = [t for n in (1, 2) for t in over(config, "all-reduce", ("tp",), n * token)]
+    size = num_tokens(config) * max(4, config.train.element_size)
+    axes = ("tp", "tp_col")
+    parts = [
+        t for n in (1, 2) for axis in axes for t in over(config, "all-reduce", (axis,), n * size)
+    ]
     return times(config.microbatches * is_last(config, place), parts)
 
 
@@ -131,6 +145,76 @@ def sequence_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
         if parameter.meets_residual
     )
     return over(config, "all-reduce", ("tp",), elements * config.train.element_size)
+
+
+# --- tensor parallelism in two dimensions: for every microbatch
+
+
+def grid_product(config: Config, place: Place, shape: Shape) -> list[Traffic]:
+    """x W^T, W of m n, forward and backward, one line of blocks of W after the other.
+
+    Forward its broadcast down the columns, and the reduce of b t m/q along the rows; backward both
+    broadcast, and the reduce of W's gradient.
+    """
+    tokens, size = num_tokens(config), config.train.element_size
+    found = []
+    for block, rows in grid_lines(config, place, shape):
+        result = tokens * rows * size
+        found += 2 * over(config, "broadcast", ("tp_row",), block)
+        found += over(config, "reduce", ("tp_row",), block)
+        found += over(config, "reduce", ("tp_col",), result)
+        found += over(config, "broadcast", ("tp_col",), result)
+    return found
+
+
+def grid_lines(config: Config, place: Place, shape: Shape) -> list[tuple[int, int]]:
+    """Of each line of blocks of a matrix: bytes of the block in the rank's column, and its rows."""
+    q = config.parallel.mesh.tp_row
+    columns = part(shape[1], place.tp_col, q)
+    rows = [part(shape[0], line, q) for line in range(q)]
+    return [(n * columns * config.train.element_size, n) for n in rows]
+
+
+def grid_products(config: Config, place: Place) -> list[Traffic]:
+    """Every linear of the blocks, and the head."""
+    model = config.model
+    shapes = [p.shape for p in block_parameters(model).values() if len(p.shape) == 2]
+    block = [t for shape in shapes for t in grid_product(config, place, shape)]
+    head = grid_product(config, place, (model.vocab_size, model.width))
+    blocks = times(config.microbatches * num_blocks(config, place), block)
+    return blocks + times(config.microbatches * is_last(config, place), head)
+
+
+def grid_tables(config: Config, place: Place) -> list[Traffic]:
+    """Embedding and positions: blocks are broadcast forward, their gradients reduced backward."""
+    model = config.model
+    tables = [(model.vocab_size, model.width)]
+    tables += [(model.seq_len, model.width)] * (model.positions == "learned")
+    found = [
+        t
+        for shape in tables
+        for block, _ in grid_lines(config, place, shape)
+        for operation in ("broadcast", "reduce")
+        for t in over(config, operation, ("tp_row",), block)
+    ]
+    return times(config.microbatches * is_first(place), found)
+
+
+def grid_norms(config: Config, place: Place) -> list[Traffic]:
+    """Sums of each token over the width: with a mean two forward and two at once backward."""
+    size = num_tokens(config) * max(4, config.train.element_size)
+    sums = 2 if config.model.norm == "layernorm" else 1
+    norm = sums * over(config, "all-reduce", ("tp_col",), size)
+    norm += over(config, "all-reduce", ("tp_col",), sums * size)
+    num_norms = 2 * num_blocks(config, place) + is_last(config, place)
+    return times(config.microbatches * num_norms, norm)
+
+
+def grid_gradients(config: Config, place: Place) -> list[Traffic]:
+    """Gradients of vectors, Partial over the rows, summed once a step in one buffer."""
+    vectors = [p for g in groups(config, place) for p in g.values() if len(p.shape) == 1]
+    elements = sum(math.prod(owned_shape(p, config, place)) for p in vectors)
+    return over(config, "all-reduce", ("tp_row",), elements * config.train.element_size)
 
 
 # --- data parallelism: for every group of parameters, a block or the rest of the stage
@@ -176,19 +260,20 @@ def zero_weights(config: Config, place: Place) -> list[Traffic]:
 
     Stages 1 and 2 gather what has been updated, once a step.
 
-    Stage 3: a block is gathered before its forward and again before its backward, unless it is
-    whole still. What is not in a block is gathered once and stays until its gradients have been
-    reduced. That is after each microbatch; under a pipeline after the last one, until when the
-    block that has done a backward stays whole, too: of the m forwards and m backwards of a stage,
-    m - 1 follow a backward, in every order that GPipe and 1F1B have, so m + 1 find the block
-    sharded.
+    Stage 3: a block is gathered before its forward and, if it was freed, again before its backward,
+    unless it is whole still. What is not in a block is gathered once and stays until its gradients
+    have been reduced. That is after each microbatch; under a pipeline after the last one, until
+    when the block that has done a backward stays whole, too: of the m forwards and m backwards of a
+    stage, m - 1 follow a backward, in every order that GPipe and 1F1B have, so that m + 1 find a
+    block sharded that is freed after forward, and 1 if it is not. Prefetch changes none of that.
     """
     if config.parallel.zero == 0:
         return []
-    m, pipelined = config.microbatches, config.parallel.mesh.pp > 1
-    per_block, per_rest = (m + 1, 1) if pipelined else (2 * m, m)
-    if not shards_weights(config):
-        per_block = per_rest = 1
+    pipelined = config.parallel.mesh.pp > 1
+    per_rest = config.microbatches if shards_weights(config) and not pipelined else 1
+    per_block = per_rest
+    if shards_weights(config) and config.parallel.reshards_after_forward:
+        per_block += config.microbatches
     rest = other_parameters(config, place)
     return [
         t.times(per_rest if group == rest else per_block)
@@ -244,12 +329,13 @@ def tied_gradients(config: Config, place: Place) -> list[Traffic]:
 
 def token_count(config: Config, _: Place) -> list[Traffic]:
     """The valid tokens of the global batch, an int64, summed over one data axis after the other."""
-    return [t for axis in DATA_AXES for t in over(config, "all-reduce", (axis,), 8)]
+    axes = (*DATA_AXES, "tp_row")
+    return [t for axis in axes for t in over(config, "all-reduce", (axis,), 8)]
 
 
 def loss_and_norm(config: Config, _: Place) -> list[Traffic]:
     """Loss and squared gradient norm: two float64, summed over all ranks."""
-    return over(config, "all-reduce", MESH_AXES, 16)
+    return over(config, "all-reduce", ALL_AXES, 16)
 
 
 PURPOSES: dict[str, Callable[[Config, Place], list[Traffic]]] = {
@@ -258,6 +344,10 @@ PURPOSES: dict[str, Callable[[Config, Place], list[Traffic]]] = {
     "head, tensor parallel": tensor_parallel_head,
     "loss, vocabulary parallel": vocabulary_parallel_loss,
     "gradients, sequence parallel": sequence_parallel_gradients,
+    "linears, tensor parallel in 2D": grid_products,
+    "embeddings, tensor parallel in 2D": grid_tables,
+    "norms, tensor parallel in 2D": grid_norms,
+    "gradients, tensor parallel in 2D": grid_gradients,
     "gradients, data parallel": data_parallel_gradients,
     "weights, ZeRO": zero_weights,
     "gradients, ZeRO": zero_gradients,

@@ -1,7 +1,8 @@
 """The parameters of a pipeline stage in closed form: what costs and memory are made of.
 
-A parameter is divided twice: tensor parallelism cuts one of its dims, then ZeRO cuts the rows of
-what is left. Both cut as `torch.chunk` does: parts of equal size, but for the last ones.
+A parameter is divided twice: tensor parallelism cuts one of its dims (in two dimensions, rows and
+columns), then ZeRO cuts the rows of what is left. Both cut as `torch.chunk` does: parts of equal
+size, but for the last ones.
 """
 
 import math
@@ -21,6 +22,8 @@ class Place:
     dp_replicate: int = 0
     dp_shard: int = 0
     tp: int = 0
+    tp_row: int = 0
+    tp_col: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,11 +139,20 @@ def norm_parameters(name: str, model: ModelConfig) -> dict[str, Parameter]:
 
 def tp_shape(parameter: Parameter, config: Config, place: Place) -> Shape:
     """The shape that tensor parallelism leaves to the rank."""
+    if config.parallel.mesh.tp_row > 1:
+        return grid_shape(parameter.shape, config, place)
     if parameter.split is None:
         return parameter.shape
     shape = list(parameter.shape)
     shape[parameter.split] = part(shape[parameter.split], place.tp, config.parallel.mesh.tp)
     return tuple(shape)
+
+
+def grid_shape(shape: Shape, config: Config, place: Place) -> Shape:
+    """The rank's block of a matrix, or its columns' part of a vector, on a q x q grid."""
+    q = config.parallel.mesh.tp_col
+    rows = [part(size, place.tp_row, q) for size in shape[:-1]]
+    return (*rows, part(shape[-1], place.tp_col, q))
 
 
 def shards_weights(config: Config) -> bool:

@@ -74,7 +74,9 @@ _OPERATORS = {
     "_c10d_functional::all_to_all_single": ("all-to-all", "input"),
     "_c10d_functional::broadcast": ("broadcast", "input"),
     "_c10d_functional::broadcast_": ("broadcast", "input"),
+    "dtensor_llm::reduce_scatter": ("reduce-scatter", "input"),
 }
+_NAMESPACES = {"c10d", "_c10d_functional", "dtensor_llm"}
 _SILENT = {"_c10d_functional::wait_tensor", "c10d::check_for_nan"}
 
 
@@ -118,7 +120,7 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and func._schema.name not in _SILENT:
+        if func.namespace in _NAMESPACES and func._schema.name not in _SILENT:
             names = (argument.name for argument in func._schema.arguments)
             self._observer(
                 _read(func._schema.name, dict(zip(names, args, strict=False)) | (kwargs or {}))

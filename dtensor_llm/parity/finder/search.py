@@ -251,8 +251,8 @@ class Search:
         rows = self.rows(spot.microbatch)
         if spot.name == "loss":  # of the reference, the loss of each token, and its gradient
             return Part(found, whole[rows].amax() if backward else whole[rows].sum(), ())
-        tp = self.trainer.config.parallel.mesh.tp
-        tp_rank = self.trainer.mesh.get_local_rank("tp")
+        axis = "tp_col" if self.trainer.config.parallel.mesh.tp_col > 1 else "tp"
+        tp, tp_rank = self.trainer.mesh[axis].size(), self.trainer.mesh.get_local_rank(axis)
         return Part(found, whole, place_of(found.shape, whole.shape, rows, tp_rank, tp))
 
     def rows(self, microbatch: int) -> slice:
@@ -260,7 +260,8 @@ class Search:
         config, mesh = self.trainer.config, self.trainer.mesh
         rank = 0
         for axis in DATA_AXES:
-            rank = rank * getattr(config.parallel.mesh, axis) + mesh.get_local_rank(axis)
+            if axis in (mesh.mesh_dim_names or ()):
+                rank = rank * getattr(config.parallel.mesh, axis) + mesh.get_local_rank(axis)
         start = (rank * config.microbatches + microbatch) * config.micro_batch_size
         return slice(start, start + config.micro_batch_size)
 
