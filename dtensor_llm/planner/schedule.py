@@ -1,0 +1,152 @@
+"""When each rank of a pipeline does what: a schedule played through with given times.
+
+The rules are those of torch's runtime. A rank does its actions in their order. An action starts
+when the rank is free and what it needs has arrived; it takes the time of its kind and stage. Its
+outcome then travels for `transfer` to the rank of the neighbouring stage, while the sender goes on:
+sends are asynchronous, and no link is ever crowded. On the same rank it is there at once. Of
+DualPipeV's pairs both halves are done before either is sent.
+
+A microbatch is alive on a stage from the start of its F to the end of its B, or of its W where the
+backward is split: torch keeps the graph for the weights' gradients, so an I frees nothing (on stage
+0 it does not even compute: there, all of the backward is in W).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from dtensor_llm.planner.schedules.actions import Action, Schedule, needs, outcome, receiver
+from dtensor_llm.planner.schedules.check import sweep
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long things take, in any one unit, by stage. A whole backward takes both its halves."""
+
+    forward: Sequence[float]
+    backward_input: Sequence[float]
+    backward_weight: Sequence[float]
+    transfer: float = 0.0
+
+    @classmethod
+    def equal(
+        cls,
+        num_stages: int,
+        *,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        transfer: float = 0.0,
+    ) -> "Times":
+        """The same for all stages."""
+        return cls(
+            [forward] * num_stages,
+            [backward_input] * num_stages,
+            [backward_weight] * num_stages,
+            transfer,
+        )
+
+    def of(self, action: Action) -> float:
+        stage = action.stage
+        backward_input, backward_weight = self.backward_input[stage], self.backward_weight[stage]
+        return {
+            "F": self.forward[stage],
+            "B": backward_input + backward_weight,
+            "I": backward_input,
+            "W": backward_weight,
+        }[action.kind]
+
+
+class Span(NamedTuple):
+    """An action from its start to its end."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What each rank did when: `spans[rank]`, in the order of time."""
+
+    schedule: Schedule
+    spans: list[list[Span]]
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first start to the last end of all ranks."""
+        return max(own[-1].end for own in self.spans)
+
+    def busy(self, rank: int) -> float:
+        """How long a rank computes."""
+        return sum(span.end - span.start for span in self.spans[rank])
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time until the makespan in which they compute nothing."""
+        total = self.makespan * self.schedule.num_ranks
+        return 1 - sum(map(self.busy, range(self.schedule.num_ranks))) / total if total else 0.0
+
+    @property
+    def longest_bubble(self) -> float:
+        """Likewise, with each rank's clock from its own first start to its own last end.
+
+        The share of the rank whose clock runs longest: what arXiv 2401.10241 calls the bubble rate.
+        There the next step begins without waiting for the other ranks.
+        """
+        lengths = [own[-1].end - own[0].start for own in self.spans]
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        return 1 - self.busy(longest) / lengths[longest] if lengths[longest] else 0.0
+
+
+def simulate(schedule: Schedule, times: Times) -> Timeline:
+    """Play a schedule through.
+
+    Raises:
+        ScheduleError: it is not sound.
+    """
+    spans: list[list[Span]] = [[] for _ in schedule.programs]
+    free = [0.0] * schedule.num_ranks
+    arrival: dict[tuple[int, Action], float] = {}  # on a rank, of an outcome
+    for rank, step in sweep(schedule):
+        for action in step:
+            inputs = [arrival[rank, need] for need in needs(action, schedule.num_stages)]
+            start = max([free[rank], *inputs])
+            free[rank] = start + times.of(action)
+            spans[rank].append(Span(action, start, free[rank]))
+            made = outcome(action)
+            if made is not None:
+                arrival[rank, made] = free[rank]
+        for action in step:
+            made, other = outcome(action), receiver(action, schedule.rank_of_stage)
+            if made is not None and other is not None:
+                arrival[other, made] = free[rank] + times.transfer
+    return Timeline(schedule, spans)
+
+
+def live(schedule: Schedule, rank: int) -> Iterator[tuple[Action, int]]:
+    """After each action, how many microbatches are alive on all of the rank's stages together."""
+    count = 0
+    for action in schedule.actions(rank):
+        count += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        yield action, count
+
+
+def peak_live(schedule: Schedule, rank: int) -> int:
+    """The most microbatches, each on one stage, whose activations a rank holds at once.
+
+    The times do not matter: a rank does its actions in one order. For memory, multiply by the
+    activations of one microbatch on one stage, and mind that v stages on a rank are each 1/v of it.
+    """
+    return max(count for _, count in live(schedule, rank))
+
+
+def messages(schedule: Schedule, rank: int) -> int:
+    """How many times in a step a rank sends activations, or the gradient of some, to another.
+
+    Each is of b t d numbers; b, t: sequences and tokens of a microbatch, d: the width.
+    """
+    return sum(
+        receiver(action, schedule.rank_of_stage) is not None for action in schedule.actions(rank)
+    )

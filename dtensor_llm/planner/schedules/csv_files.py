@@ -1,0 +1,70 @@
+"""Schedules in torch's CSV format: a row for each rank, a cell for each step, empty where idle.
+
+Only computation is written (torch's `compute_only`): sends, receives and FSDP's gathers follow from
+it, and torch adds them.
+"""
+
+import csv
+from pathlib import Path
+
+from dtensor_llm.planner.schedules.actions import Schedule, parse_step
+from dtensor_llm.planner.schedules.check import ScheduleError, cells_of, sweep
+
+
+def read_csv(
+    path: str | Path,
+    *,
+    num_ranks: int | None = None,
+    num_microbatches: int | None = None,
+) -> Schedule:
+    """Read a schedule, and check that it can run.
+
+    Args:
+        path: the file.
+        num_ranks: how many there must be; None takes what the file has.
+        num_microbatches: likewise.
+
+    Raises:
+        ScheduleError: with the grid of the file, where a cell is none, or the schedule not sound.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            cells = list(csv.reader(file, strict=True))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ScheduleError(f"{path} is not a CSV file: {error}", [], []) from None
+    if not cells:
+        raise ScheduleError(f"{path} is empty: it needs a row for each rank", [], [])
+    if num_ranks is not None and len(cells) != num_ranks:
+        raise ScheduleError(
+            f"{path} has {len(cells)} rows, but there are {num_ranks} ranks; one row each",
+            cells,
+            [],
+        )
+    programs = []
+    for rank, row in enumerate(cells):
+        program = []
+        for step, text in enumerate(row):
+            try:
+                program.append(parse_step(text))
+            except ValueError as error:
+                problem = f"{path}, rank {rank}, step {step}: {error}"
+                raise ScheduleError(problem, cells, [(rank, step)]) from None
+        programs.append(tuple(program))
+    schedule = Schedule(tuple(programs))
+    sweep(schedule)
+    if num_microbatches is not None and schedule.num_microbatches != num_microbatches:
+        raise ScheduleError(
+            f"{path} is for {schedule.num_microbatches} microbatches, but there are "
+            f"{num_microbatches}",
+            cells,
+            [],
+        )
+    return schedule
+
+
+def write_csv(schedule: Schedule, path: str | Path) -> None:
+    """Write a schedule such that `read_csv` and torch read it back."""
+    with Path(path).open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(cells_of(schedule))
