@@ -262,6 +262,11 @@ def test_unequal_stages_and_transfers() -> None:
     assert timeline.bubble == pytest.approx(1 - (4 + 8) / 22)
 
 
+def test_times_are_of_every_stage() -> None:
+    with pytest.raises(ValueError, match="2 times for 4 stages; one each"):
+        simulate(schedule_of("gpipe", 4, 4, 1), Times([1] * 4, [1, 1], [1] * 4))
+
+
 def test_a_split_backward_is_alive_until_its_weights() -> None:
     schedule = schedule_of("interleaved-zero-bubble", 2, 2, 1)
     counts = [(str(action), count) for action, count in live(schedule, 1)]

@@ -105,11 +105,16 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
 
     Raises:
         ScheduleError: it is not sound.
+        ValueError: the times are not of as many stages.
     """
+    order = sweep(schedule)
+    for values in (times.forward, times.backward_input, times.backward_weight):
+        if len(values) != schedule.num_stages:
+            raise ValueError(f"{len(values)} times for {schedule.num_stages} stages; one each")
     spans: list[list[Span]] = [[] for _ in schedule.programs]
     free = [0.0] * schedule.num_ranks
     arrival: dict[tuple[int, Action], float] = {}  # on a rank, of an outcome
-    for rank, step in sweep(schedule):
+    for rank, step in order:
         for action in step:
             inputs = [arrival[rank, need] for need in needs(action, schedule.num_stages)]
             start = max([free[rank], *inputs])

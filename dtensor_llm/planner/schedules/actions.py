@@ -99,7 +99,7 @@ class Schedule:
     def num_ranks(self) -> int:
         return len(self.programs)
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         return 1 + max(self.rank_of_stage)
 

@@ -111,6 +111,8 @@ def _refuse_incomplete(schedule: Schedule, places: dict[Action, list[Place]]) ->
     def refuse(problem: str, *culprits: Place) -> ScheduleError:
         return ScheduleError(problem, cells_of(schedule), culprits)
 
+    if not schedule.programs:
+        raise refuse("the schedule has no ranks")
     for rank, program in enumerate(schedule.programs):
         if not any(program):
             raise refuse(f"rank {rank} has no actions")

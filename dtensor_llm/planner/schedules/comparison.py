@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from dtensor_llm.planner.schedule import Timeline, Times, messages, peak_live, simulate
 from dtensor_llm.planner.schedules.torch_orders import (
+    LOOP,
     NAMES,
     default_stages_per_rank,
     make_schedule,
@@ -60,11 +61,7 @@ def compare(
     """
     rows = []
     for name in NAMES:
-        v = default_stages_per_rank(name)
-        if stages_per_rank is not None and not refusal(
-            name, num_ranks=1, num_microbatches=2, stages_per_rank=stages_per_rank
-        ):
-            v = stages_per_rank
+        v = (stages_per_rank if name in LOOP else None) or default_stages_per_rank(name)
         sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": v}
         if problem := refusal(name, **sizes):
             rows.append(Row(name, v, problem))

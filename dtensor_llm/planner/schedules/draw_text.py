@@ -7,13 +7,7 @@ from dtensor_llm.planner.schedules.actions import KINDS, Action
 
 _COLORS = {"F": "97;44", "B": "30;42", "I": "30;46", "W": "30;43"}  # of ANSI terminals
 _IDLE = "."
-_NAMES = (
-    "{0} ",
-    "{0}",
-    "{0.kind}{0.microbatch} ",
-    "{0.kind}{0.microbatch}",
-    "{0.kind}",
-)  # by length
+_NAMES = ("{0} ", "{0.kind}{0.microbatch} ", "{0.kind}{0.microbatch}", "{0.kind}")  # by length
 
 
 def draw_text(timeline: Timeline, *, width: int = 100, color: bool = False) -> str:
@@ -37,9 +31,8 @@ def draw_text(timeline: Timeline, *, width: int = 100, color: bool = False) -> s
                 line += (" " if color else _IDLE) * (start - at)
                 name = _name(span.action, level).strip()
                 name = name if len(name) <= end - start else span.action.kind
-                line += _paint(
-                    span.action.kind, name.ljust(end - start, " " if color else "-"), color
-                )
+                box = name.ljust(end - start, " " if color else "-")
+                line += _paint(span.action.kind, box, color)
                 at = end
         idle = _column(timeline.makespan * scale) - at
         lines.append(f"rank {rank} ".ljust(left) + line + ("" if color else _IDLE * idle))
@@ -54,7 +47,7 @@ def draw_text(timeline: Timeline, *, width: int = 100, color: bool = False) -> s
 def _fit(timeline: Timeline, columns: int) -> tuple[int, float]:
     """The longest names for which there is room, and the columns of a unit of time."""
     several = timeline.schedule.num_stages > timeline.schedule.num_ranks
-    for level in range(0 if several else 2, len(_NAMES)):
+    for level in range(0 if several else 1, len(_NAMES)):
         scale = _columns_per_time(timeline, level)
         if scale * timeline.makespan <= columns:
             return level, scale
@@ -72,7 +65,7 @@ def _columns_per_time(timeline: Timeline, level: int) -> float:
 
 def _column(position: float) -> int:
     """The nearest; of halves the later, so that boxes of one length stay of one width."""
-    return math.floor(position + 0.5)
+    return math.floor(position + 0.5 + 1e-6)
 
 
 def _name(action: Action, level: int) -> str:
