@@ -249,17 +249,34 @@ def test_a_pair_is_sent_when_both_are_done() -> None:
     assert spans["1B0"].start == spans["2F2"].end
 
 
+def parse(*programs: str) -> Schedule:
+    return Schedule(tuple(tuple(parse_step(cell) for cell in row.split()) for row in programs))
+
+
+def shown(timeline: Timeline) -> list[list[tuple[str, float, float]]]:
+    return [[(str(action), start, end) for action, start, end in own] for own in timeline.spans]
+
+
 def test_unequal_stages_and_transfers() -> None:
     """By hand: two stages, the second twice as slow, a message of half a unit."""
     times = Times([1, 2], [1, 2], [0, 0], transfer=0.5)
     timeline = simulate(schedule_of("gpipe", 2, 2, 1), times)
-    shown = [[(str(a), start, end) for a, start, end in own] for own in timeline.spans]
-    assert shown == [
-        [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 8, 9), ("0B1", 10, 11)],
-        [("1F0", 1.5, 3.5), ("1F1", 3.5, 5.5), ("1B0", 5.5, 7.5), ("1B1", 7.5, 9.5)],
+    assert shown(timeline) == [
+        [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 8.5, 9.5), ("0B1", 10.5, 11.5)],
+        [("1F0", 1.5, 3.5), ("1F1", 4, 6), ("1B0", 6, 8), ("1B1", 8, 10)],
     ]
-    assert timeline.makespan == 11
-    assert timeline.bubble == pytest.approx(1 - (4 + 8) / 22)
+    assert timeline.makespan == 11.5
+    assert timeline.bubble == pytest.approx(1 - (4 + 8) / 23)
+
+
+def test_receives_beside_other_actions() -> None:
+    """By hand, one microbatch later: 0F2 is posted with 1F1 still to do, and so costs nothing."""
+    schedule = parse("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1F2 1B1 1B2")
+    timeline = simulate(schedule, Times.equal(2, backward_weight=0, transfer=0.5))
+    early = [("1F0", 1.5, 2.5), ("1B0", 2.5, 3.5), ("1F1", 3.5, 4.5), ("1F2", 4.5, 5.5)]
+    assert shown(timeline)[1][:4] == early
+    late = simulate(Schedule(schedule.programs, late=True), Times.equal(2, transfer=0.5))
+    assert shown(late)[1][2:4] == [("1F1", 5, 6), ("1F2", 6.5, 7.5)]
 
 
 def test_times_are_of_every_stage() -> None:

@@ -42,7 +42,9 @@ def main() -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        usage="%(prog)s [-h] [--schedule NAME | --csv FILE | --compare] [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_argument_group("the schedule")
     which = group.add_mutually_exclusive_group()

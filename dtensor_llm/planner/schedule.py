@@ -2,9 +2,13 @@
 
 The rules are those of torch's runtime. A rank does its actions in their order. An action starts
 when the rank is free and what it needs has arrived; it takes the time of its kind and stage. Its
-outcome then travels for `transfer` to the rank of the neighbouring stage, while the sender goes on:
-sends are asynchronous, and no link is ever crowded. On the same rank it is there at once. Of
-DualPipeV's pairs both halves are done before either is sent.
+outcome is sent when it ends (of DualPipeV's pairs both when both are done), and the rank goes on at
+once. It arrives `transfer` after it was sent and its receive was posted: by GPipe and 1F1B right
+before the action that needs it, which thus hides no transfer; by the others as soon as the sender's
+action comes in `check.sweep`, after what the receiver has done until then. (torch's passes for FSDP
+shift one receive in thirty by a step.) On the same rank an outcome is there at once. No link is
+ever crowded. 1F1B waits for a send before its next one: where messages take longer than the work
+between them some of its actions start later than here, but none that the makespan waits for.
 
 A microbatch is alive on a stage from the start of its F to the end of its B, or of its W where the
 backward is split: torch keeps the graph for the weights' gradients, so an I frees nothing (on stage
@@ -113,20 +117,21 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
             raise ValueError(f"{len(values)} times for {schedule.num_stages} stages; one each")
     spans: list[list[Span]] = [[] for _ in schedule.programs]
     free = [0.0] * schedule.num_ranks
-    arrival: dict[tuple[int, Action], float] = {}  # on a rank, of an outcome
+    sent: dict[Action, float] = {}
+    posted: dict[Action, float] = {}
     for rank, step in order:
         for action in step:
-            inputs = [arrival[rank, need] for need in needs(action, schedule.num_stages)]
-            start = max([free[rank], *inputs])
+            start = free[rank]
+            for need in needs(action, schedule.num_stages):
+                if schedule.rank_of_stage[need.stage] != rank:
+                    receiving = free[rank] if schedule.late else posted[need]
+                    start = max(start, max(sent[need], receiving) + times.transfer)
             free[rank] = start + times.of(action)
             spans[rank].append(Span(action, start, free[rank]))
-            made = outcome(action)
-            if made is not None:
-                arrival[rank, made] = free[rank]
         for action in step:
             made, other = outcome(action), receiver(action, schedule.rank_of_stage)
             if made is not None and other is not None:
-                arrival[other, made] = free[rank] + times.transfer
+                sent[made], posted[made] = free[rank], free[other]
     return Timeline(schedule, spans)
 
 

@@ -15,6 +15,12 @@ OPTIMIZER, TRAIN, MODEL, RNG = "test_optimizer", "test_train", "test_model", "te
 
 STEP = (TRAIN, DATA, TENSOR, SEQUENCE, PIPELINE, ZERO)
 TENSORS = (TENSOR, SEQUENCE, MODEL, PIPELINE, ZERO)
+SCHEDULES = (
+    "test_schedule_check",
+    "test_schedule_clock",
+    "test_schedule",
+    "test_schedule_runs",
+)
 SUMS = (TENSOR, DATA, SEQUENCE, ZERO, OPTIMIZER)
 
 TESTS: dict[str, tuple[str, ...]] = {
@@ -32,6 +38,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "parallel/sequence_parallel.py": TENSORS,
     "parallel/tensor_parallel.py": TENSORS,
     "parallel/zero.py": SUMS,
+    "planner/schedule.py": SCHEDULES,
+    "planner/schedules/actions.py": SCHEDULES,
+    "planner/schedules/check.py": SCHEDULES,
+    "planner/schedules/closed_forms.py": SCHEDULES,
+    "planner/schedules/torch_orders.py": SCHEDULES,
 }
 
 # id of a mutant: why it changes nothing that a test could see.

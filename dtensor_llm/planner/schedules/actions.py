@@ -8,7 +8,7 @@ action, or DualPipeV's pair of a forward and a backward, `(0F3;7B0)OVERLAP_F_B`.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -77,9 +77,14 @@ def step_text(step: Step) -> str:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A program for each rank; sound only after `check.sweep` found it so."""
+    """A program for each rank; sound only after `check.sweep` found it so.
+
+    torch's GPipe and 1F1B receive `late`: right before the action that needs it, which then waits
+    for the whole transfer. All others, and what is read from a file, receive beside other actions.
+    """
 
     programs: tuple[Program, ...]
+    late: bool = field(default=False, compare=False)
 
     def actions(self, rank: int) -> Iterator[Action]:
         """What a rank does, in its order."""

@@ -34,6 +34,8 @@ class ScheduleError(ValueError):
 def sweep(schedule: Schedule) -> list[tuple[int, Step]]:
     """Every step and its rank, in an order in which each finds what it needs.
 
+    By turns each rank that can does one step: so torch finds where receives are to be posted.
+
     Raises:
         ScheduleError: the schedule is not sound.
     """
@@ -46,6 +48,8 @@ def sweep(schedule: Schedule) -> list[tuple[int, Step]]:
     while going:
         going = False
         for rank, program in enumerate(schedule.programs):
+            while at[rank] < len(program) and not program[at[rank]]:
+                at[rank] += 1
             if at[rank] < len(program) and not missing(program[at[rank]], done, schedule):
                 order.append((rank, program[at[rank]]))
                 done.update(filter(None, map(outcome, program[at[rank]])))

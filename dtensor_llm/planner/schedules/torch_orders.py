@@ -95,9 +95,8 @@ def make_schedule(
     if problem is not None:
         raise ValueError(problem)
     if name in ONE_STAGE:
-        return Schedule(
-            tuple(_play(ONE_STAGE[name], r, num_ranks, num_microbatches) for r in range(num_ranks))
-        )
+        played = (_play(ONE_STAGE[name], r, num_ranks, num_microbatches) for r in range(num_ranks))
+        return Schedule(tuple(played), late=True)
     stages: Any = [
         SimpleNamespace(num_stages=v * num_ranks, group_size=num_ranks, group_rank=0, submod=None)
         for _ in range(v)
