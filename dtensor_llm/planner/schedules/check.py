@@ -6,7 +6,7 @@ as the ranks would, whatever the times: an action is done once all that it needs
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dtensor_llm.planner.schedules.actions import (
     Action,
@@ -25,7 +25,7 @@ class ScheduleError(ValueError):
     """A schedule that cannot run: why, and its grid with the culprits in > and <."""
 
     def __init__(
-        self, problem: str, cells: Sequence[Sequence[str]], culprits: Sequence[Place]
+        self, problem: str, cells: Sequence[Sequence[str]] = (), culprits: Sequence[Place] = ()
     ) -> None:
         self.problem, self.culprits = problem, tuple(culprits)
         super().__init__(f"{problem}\n\n{grid(cells, culprits)}" if cells else problem)
@@ -40,7 +40,8 @@ def sweep(schedule: Schedule) -> list[tuple[int, Step]]:
         ScheduleError: the schedule is not sound.
     """
     places = _places(schedule)
-    _refuse_incomplete(schedule, places)
+    for problem, culprits in _incomplete(schedule, places):
+        raise ScheduleError(problem, cells_of(schedule), culprits)
     order: list[tuple[int, Step]] = []
     done: set[Action] = set()
     at = [0] * schedule.num_ranks
@@ -109,41 +110,36 @@ def _places(schedule: Schedule) -> dict[Action, list[Place]]:
     return places
 
 
-def _refuse_incomplete(schedule: Schedule, places: dict[Action, list[Place]]) -> None:
-    """Each stage on one rank; each of its actions once, and none missing."""
-
-    def refuse(problem: str, *culprits: Place) -> ScheduleError:
-        return ScheduleError(problem, cells_of(schedule), culprits)
-
+def _incomplete(
+    schedule: Schedule, places: dict[Action, list[Place]]
+) -> Iterator[tuple[str, list[Place]]]:
+    """Problems and their culprits: each stage on one rank, each of its actions there, and once."""
     if not schedule.programs:
-        raise refuse("the schedule has no ranks")
+        yield "the schedule has no ranks", []
     for rank, program in enumerate(schedule.programs):
         if not any(program):
-            raise refuse(f"rank {rank} has no actions")
+            yield f"rank {rank} has no actions", []
     ranks: dict[int, Counter[int]] = defaultdict(Counter)
     for action, found in places.items():
         ranks[action.stage].update(rank for rank, _ in found)
     for action, found in places.items():
         home, _ = ranks[action.stage].most_common(1)[0]
-        for rank, step in found:
-            if rank != home:
-                raise refuse(
-                    f"rank {rank}, step {step}: {action} is on the wrong rank: stage "
-                    f"{action.stage} is on rank {home}",
-                    (rank, step),
-                )
+        where = f"stage {action.stage} is on rank {home}"
+        away = [place for place in found if place[0] != home]
+        for rank, step in away:
+            yield f"rank {rank}, step {step}: {action} is on the wrong rank: {where}", away
         if len(found) > 1:
             steps = " and ".join(str(step) for _, step in found)
-            raise refuse(f"rank {home} does {action} more than once: steps {steps}", *found)
-    microbatches = 1 + max(action.microbatch for action in places)
+            yield f"rank {home} does {action} more than once: steps {steps}", found
+    microbatches = range(1 + max(action.microbatch for action in places))
     for stage in range(1 + max(ranks)):
         if stage not in ranks:
-            raise refuse(f"stage {stage} is on no rank, but stage {max(ranks)} is")
-        for microbatch in range(microbatches):
+            yield f"stage {stage} is on no rank, but stage {max(ranks)} is", []
+        for microbatch in microbatches:
             kinds = [kind for kind in "FBIW" if Action(stage, kind, microbatch) in places]
             if kinds not in (["F", "B"], ["F", "I", "W"]):
                 own = [places[Action(stage, kind, microbatch)][0] for kind in kinds]
-                raise refuse(_wrong_kinds(stage, microbatch, kinds), *own)
+                yield _wrong_kinds(stage, microbatch, kinds), own
 
 
 def _wrong_kinds(stage: int, microbatch: int, kinds: list[str]) -> str:

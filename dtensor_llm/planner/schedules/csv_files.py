@@ -28,20 +28,10 @@ def read_csv(
         ScheduleError: with the grid of the file, where a cell is none, or the schedule not sound.
         OSError: the file cannot be read.
     """
-    path = Path(path)
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            cells = list(csv.reader(file, strict=True))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ScheduleError(f"{path} is not a CSV file: {error}", [], []) from None
-    if not cells:
-        raise ScheduleError(f"{path} is empty: it needs a row for each rank", [], [])
+    cells = _cells(Path(path))
     if num_ranks is not None and len(cells) != num_ranks:
-        raise ScheduleError(
-            f"{path} has {len(cells)} rows, but there are {num_ranks} ranks; one row each",
-            cells,
-            [],
-        )
+        rule = f"but there are {num_ranks} ranks; one row each"
+        raise ScheduleError(f"{path} has {len(cells)} rows, {rule}", cells)
     programs = []
     for rank, row in enumerate(cells):
         program = []
@@ -55,13 +45,20 @@ def read_csv(
     schedule = Schedule(tuple(programs))
     sweep(schedule)
     if num_microbatches is not None and schedule.num_microbatches != num_microbatches:
-        raise ScheduleError(
-            f"{path} is for {schedule.num_microbatches} microbatches, but there are "
-            f"{num_microbatches}",
-            cells,
-            [],
-        )
+        found = f"{schedule.num_microbatches} microbatches"
+        raise ScheduleError(f"{path} is for {found}, but there are {num_microbatches}", cells)
     return schedule
+
+
+def _cells(path: Path) -> list[list[str]]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            cells = list(csv.reader(file, strict=True))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ScheduleError(f"{path} is not a CSV file: {error}") from None
+    if not cells:
+        raise ScheduleError(f"{path} is empty: it needs a row for each rank")
+    return cells
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:
