@@ -5,14 +5,20 @@ DTensors; here both ends are local tensors, because the modules between them com
 and going through DTensor three times a call costs more than the exchange itself on a small model.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+
+from dtensor_llm.worlds.reduce_scatter import reduce_scatter
 
 
 def redistribute(
@@ -71,10 +77,7 @@ def move(x: Tensor, group: dist.ProcessGroup, before: Placement, after: Placemen
         dist.all_reduce(total, group=group)
         return total
     if before.is_partial() and isinstance(after, Shard):
-        parts = torch.cat(x.chunk(group.size(), after.dim))  # one after another along dim 0
-        own = parts.new_empty(parts.shape[0] // group.size(), *parts.shape[1:])
-        dist.reduce_scatter_single(own, parts, group=group)
-        return own
+        return reduce_scatter(x, after.dim, group)
     assert isinstance(before, Shard) and after.is_replicate(), f"{before} to {after}: not a move"
     parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     dist.all_gather_single(parts, x.contiguous(), group=group)
@@ -84,11 +87,32 @@ def move(x: Tensor, group: dist.ProcessGroup, before: Placement, after: Placemen
 def reduce_by_summing(model: nn.Module) -> None:
     """Make `fully_shard` and `replicate` add gradients up instead of averaging them.
 
-    The loss is divided once, by the tokens of the global batch. Both calls are needed: without the
-    second, a factor of one still asks gloo for a scaled sum, which it lacks in float32; and neither
-    reaches the modules inside.
+    The loss is divided once, by the tokens of the global batch. Both of the first calls are needed:
+    without the second, a factor of one still asks gloo for a scaled sum, which it lacks in float32.
+    None of them reaches the modules inside.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_reduce_scatter(SummingReduceScatter())
+
+
+class SummingReduceScatter(ReduceScatter):
+    """The `reduce_scatter` that `fully_shard` is to use."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        assert op == dist.ReduceOp.SUM and not async_op, "reduce_by_summing asks for no other"
+        reduce_scatter(input_tensor, 0, group, out=output_tensor)

@@ -62,7 +62,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
 def _argument(setting: Setting) -> dict[str, Any]:
     """What argparse needs to know of a setting."""
     if setting.kind is bool:
-        action = argparse.BooleanOptionalAction if setting.default else "store_true"
+        action = "store_true" if setting.default is False else argparse.BooleanOptionalAction
         return {"action": action, "help": _help(setting)}
     choices = "{" + ",".join(setting.metadata.get("choices", ())) + "}"
     metavar = {int: "N", float: "X"}.get(setting.kind, setting.metadata.get("metavar", choices))
@@ -73,7 +73,7 @@ def _argument(setting: Setting) -> dict[str, Any]:
 def _help(setting: Setting) -> str:
     """Help, unit and default: `sequence length (tokens; default: 64)`."""
     default = setting.metadata.get("follows", setting.default)
-    if setting.kind is bool:
+    if setting.kind is bool and not setting.optional:
         default = "on" if setting.default else "off"
     if setting.kind is tuple:
         default = " ".join(setting.default)

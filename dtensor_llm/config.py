@@ -6,7 +6,6 @@ flags and `--help` from them, `checks.py` checks the ranges and everything that 
 
 import dataclasses
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 
@@ -18,43 +17,6 @@ class ConfigError(ValueError):
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = [f"  - {problem}" for problem in problems]
         super().__init__("\n".join([f"{count} in the configuration:", *lines]))
-
-
-class RefusedPair(Enum):
-    """Every two features that are legal apart and refused together, and the reason.
-
-    The checks take the reason for their message from here: a refusal without a row is a bug, but
-    for --check-parity of a batch of one sequence, which is a limit of what can be measured.
-    """
-
-    HEADS = "--heads", "a --width they do not divide", "all heads are equally wide"
-    ROPE = "--positions rope", "an odd head size", "--positions rope turns pairs of elements"
-    KV_HEADS = "--kv-heads", "--heads they do not divide", "each kv-head serves equally many heads"
-    WARMUP = "--warmup-steps", "fewer --steps", "the learning rate would not reach its peak"
-    DP = "dp", "a --global-batch-size it does not divide", "all ranks take equally many sequences"
-    MICRO_BATCH = (
-        "--micro-batch-size",
-        "a --global-batch-size / dp it does not divide",
-        "all microbatches hold equally many sequences",
-    )
-    SCHEDULE_1F1B = (
-        "--schedule 1f1b",
-        "fewer microbatches than pp",
-        "--schedule 1f1b needs a microbatch for every stage",
-    )
-    PP = "pp", "fewer --layers", "each stage takes at least one block"
-    TP_AND_HEADS = "tp", "--heads it does not divide", "a rank takes whole heads"
-    TP_AND_KV_HEADS = "tp", "--kv-heads it does not divide", "a rank takes whole kv-heads"
-    TP_AND_FFN = "tp", "a --ffn-width it does not divide", "a rank takes an equal part"
-    TP_AND_VOCABULARY = "tp", "too small a --vocab-size", "each rank takes at least one token id"
-    SEQUENCE_PARALLEL = (
-        "--sequence-parallel",
-        "a --seq-len that tp does not divide",
-        "with sequence parallelism all ranks take equally many tokens",
-    )
-
-    def __init__(self, feature: str, other: str, reason: str) -> None:
-        self.feature, self.other, self.reason = feature, other, reason
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
@@ -206,13 +168,26 @@ class TrainConfig:
     )
 
     @property
+    def num_moments(self) -> int:
+        """Tensors that the optimizer keeps for each weight, of its size."""
+        return 2 if self.optimizer == "adamw" else int(self.momentum > 0)
+
+    @property
     def num_warmup_steps(self) -> int:
         return self.steps // 10 if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def element_size(self) -> int:
+        """Of weights, gradients, moments and activations, in bytes."""
+        return {"float32": 4, "float64": 8, "bfloat16": 2}[self.dtype]
 
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Requested size of each mesh axis, in ranks; `ep` reuses ranks of dp_shard x cp."""
+    """Requested size of each mesh axis, in ranks; `ep` reuses ranks of dp_shard x cp.
+
+    `tp_row` and `tp_col` stand in the place of `tp`: tensor parallelism in two dimensions.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
@@ -220,6 +195,8 @@ class MeshSizes:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    tp_row: int = 1
+    tp_col: int = 1
 
     @property
     def dp(self) -> int:
@@ -228,14 +205,18 @@ class MeshSizes:
 
     @property
     def num_ranks(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
+        return self.pp * self.dp * self.cp * self.tp * self.tp_row * self.tp_col
 
     def __str__(self) -> str:
         """The text that `parse_mesh` reads back: `2x2x4`, or the named form where needed."""
-        if self.dp_replicate == self.cp == self.ep == 1:
-            return f"{self.tp}x{self.pp}x{self.dp_shard}"
         sizes = dataclasses.asdict(self)
-        return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        grid = (sizes.pop("tp_row"), sizes.pop("tp_col"))
+        if self.dp_replicate == self.cp == self.ep == 1 and grid == (1, 1):
+            return f"{self.tp}x{self.pp}x{self.dp_shard}"
+        texts = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+        if grid != (1, 1):
+            texts.insert(0, f"tp={self.tp_row}x{self.tp_col}")
+        return ",".join(texts)
 
 
 @dataclass(frozen=True)
@@ -246,7 +227,8 @@ class ParallelConfig:
         default=MeshSizes(),
         metadata={
             "help": "TPxPPxDP, for example 8x4x16, or named: tp=8,pp=4,dp=16 (or dp_replicate=4,"
-            "dp_shard=4 in place of dp); one size may be -1: what fills the ranks started",
+            "dp_shard=4 in place of dp); one size may be -1: what fills the ranks started; "
+            "tp=2x2,dp=4: tensor parallelism in two dimensions",
             "unit": "ranks",
             "metavar": "MESH",
             "follows": "1x1x-1",
@@ -254,13 +236,52 @@ class ParallelConfig:
     )
     zero: int = option(
         3,
-        "ZeRO stage over the data-parallel ranks: 0 replicates, 3 shards weights, gradients and "
-        "optimizer state",
+        "ZeRO stage over the data-parallel ranks: 0 replicates, 1 shards optimizer state, 2 "
+        "gradients too, 3 weights too",
         minimum=0,
         maximum=3,
     )
+    reshard_after_forward: bool | None = option(
+        None,
+        "at ZeRO stage 3, gather a block's weights again for backward, not keep them from forward",
+        follows="on, but off with pp, where every microbatch would gather again",
+    )
+    prefetch_depth: int = option(
+        1,
+        "at ZeRO stage 3, how far ahead of the computation weights are gathered",
+        unit="blocks",
+        minimum=0,
+    )
+    offload: str = option(
+        "none",
+        "what waits in the host's memory: optimizer state, or (ZeRO stage 3) weights as well",
+        choices=("none", "optimizer", "weights"),
+    )
+    defer_reduce: bool = option(
+        False,
+        "reduce gradients once a step and not for every microbatch, and hold them whole until "
+        "then; with pp, --zero 3 always does",
+    )
+    ddp: bool = option(
+        False, "replicate by torch's DistributedDataParallel (tp=1); its options follow"
+    )
+    ddp_bucket_mb: float = option(
+        25.0, "gradients that travel in one message", unit="MiB", above=0, maximum=10**6
+    )
+    ddp_bucket_view: bool = option(True, "gradients are views of the messages, not copies")
+    ddp_static_graph: bool = option(
+        False, "the first step's order of gradients is taken for that of all steps"
+    )
     schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
-    sequence_parallel: bool = option(True, "shard norms and dropout on tokens over the tp ranks")
+    sequence_parallel: bool = option(
+        True, "shard norms and dropout on tokens over the tp ranks; no effect with tp=RxC"
+    )
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether ZeRO stage 3 frees gathered weights between forward and backward."""
+        asked = self.reshard_after_forward
+        return self.mesh.pp == 1 if asked is None else asked
 
 
 @dataclass(frozen=True)
@@ -328,18 +349,23 @@ class Config:
         return self.parallel.mesh.dp
 
     @property
+    def batch_parts(self) -> int:
+        """Equal parts of the global batch: one for each dp rank, and there for each row of tp."""
+        return self.dp * self.parallel.mesh.tp_row
+
+    @property
     def micro_batch_size(self) -> int:
-        """Sequences that one data-parallel rank computes at once."""
+        """Sequences that one rank computes at once."""
         if self.train.micro_batch_size is not None:
             return self.train.micro_batch_size
-        per_rank, pp = self.train.global_batch_size // self.dp, self.parallel.mesh.pp
+        per_rank, pp = self.train.global_batch_size // self.batch_parts, self.parallel.mesh.pp
         wanted = (1,) if pp == 1 else (2 * pp, pp)
         return max(1, next((per_rank // m for m in wanted if per_rank % m == 0), 1))
 
     @property
     def microbatches(self) -> int:
         """Microbatches of one step: accumulation steps without pp, the schedule's with it."""
-        return self.train.global_batch_size // (self.dp * self.micro_batch_size)
+        return self.train.global_batch_size // (self.batch_parts * self.micro_batch_size)
 
     @property
     def needs_control(self) -> bool:

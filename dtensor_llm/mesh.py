@@ -2,6 +2,8 @@
 
 An axis is one kind of parallelism. From outermost to innermost they are pp, dp_replicate, dp_shard,
 cp, tp, so that tp peers, which talk most, have neighbouring ranks on one node. Axes of size 1 stay.
+`tp=RxC` asks for tensor parallelism in two dimensions: its axes tp_row and tp_col come after tp,
+and are there only then.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+GRID_AXES = ("tp_row", "tp_col")
 NAMED_SIZES = ("tp", "pp", "dp", "dp_replicate", "dp_shard", "cp", "ep")
 
 
@@ -32,7 +35,8 @@ def parse_mesh(text: str, num_ranks: int | None) -> MeshSizes:
     """Read `TPxPPxDP`, or `axis=size` pairs in any order with axes left out being 1.
 
     Args:
-        text: for example `8x4x16`, `2x1x-1` or `tp=2,pp=2,dp=-1`; `dp` alone means dp_shard.
+        text: for example `8x4x16`, `2x1x-1`, `tp=2,pp=2,dp=-1` or `tp=2x2,dp=2`; `dp` alone means
+            dp_shard.
         num_ranks: what a size of -1 fills; None where that is not known.
 
     Raises:
@@ -51,13 +55,15 @@ def parse_mesh(text: str, num_ranks: int | None) -> MeshSizes:
 
 
 def fitting_meshes(num_ranks: int, like: MeshSizes) -> list[MeshSizes]:
-    """All meshes of `num_ranks` ranks with the cp and dp_replicate of `like`, nearest first.
+    """All meshes of `num_ranks` ranks with the cp, dp_replicate and grid of `like`, nearest first.
 
     Near means few doublings and halvings of tp, pp and dp_shard; among equals, dp takes the change.
     """
-    rest = num_ranks // (like.cp * like.dp_replicate)
-    if rest * like.cp * like.dp_replicate != num_ranks:
-        return fitting_meshes(num_ranks, dataclasses.replace(like, cp=1, dp_replicate=1))
+    grid = like.tp_row * like.tp_col
+    rest, left = divmod(num_ranks, like.cp * like.dp_replicate * grid)
+    if left:
+        plain = dataclasses.replace(like, cp=1, dp_replicate=1, tp_row=1, tp_col=1)
+        return fitting_meshes(num_ranks, plain)
 
     def distance(sizes: MeshSizes) -> tuple[float, int, int]:
         pairs = ((sizes.tp, like.tp), (sizes.pp, like.pp), (sizes.dp_shard, like.dp_shard))
@@ -66,7 +72,7 @@ def fitting_meshes(num_ranks: int, like: MeshSizes) -> list[MeshSizes]:
 
     meshes = [
         dataclasses.replace(like, tp=tp, pp=pp, dp_shard=rest // (tp * pp))
-        for tp in divisors(rest)
+        for tp in (divisors(rest) if grid == 1 else [1])
         for pp in divisors(rest // tp)
     ]
     return sorted(meshes, key=distance)
@@ -80,7 +86,7 @@ def divisors(number: int) -> list[int]:
 
 
 def build_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh:
-    """The DeviceMesh over all ranks of the default process group, axes in the order MESH_AXES.
+    """The DeviceMesh over all ranks of the default process group: MESH_AXES, then GRID_AXES if any.
 
     Raises:
         MeshError: the process group has another number of ranks; torch would leave some idle.
@@ -92,8 +98,9 @@ def build_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh:
         raise MeshError(
             str(sizes), f"{sizes.num_ranks} ranks, but the world has {dist.get_world_size()}"
         )
-    shape = tuple(getattr(sizes, axis) for axis in MESH_AXES)
-    return init_device_mesh(device_type, shape, mesh_dim_names=MESH_AXES)
+    axes = MESH_AXES + GRID_AXES * (sizes.tp_row * sizes.tp_col > 1)
+    shape = tuple(getattr(sizes, axis) for axis in axes)
+    return init_device_mesh(device_type, shape, mesh_dim_names=axes)
 
 
 def _positional_sizes(text: str) -> dict[str, int]:
@@ -112,12 +119,11 @@ def _named_sizes(text: str) -> dict[str, int]:
         axis, _, size = part.strip().partition("=")
         if axis not in NAMED_SIZES:
             raise MeshError(text, f"no axis is called {axis!r}: there are {', '.join(NAMED_SIZES)}")
-        if axis in sizes:
+        if axis in sizes or (axis == "tp" and "tp_row" in sizes):
             raise MeshError(text, f"{axis} is given twice")
-        if axis == "tp" and re.fullmatch(r"\d+x\d+", size):
-            raise MeshError(
-                text, "two-dimensional tensor parallelism is not available yet: tp takes one size"
-            )
+        if axis == "tp" and (grid := re.fullmatch(r"(\d{1,18})x(\d{1,18})", size)):
+            sizes |= zip(GRID_AXES, map(int, grid.groups()), strict=True)
+            continue
         if not re.fullmatch(r"-?\d{1,18}", size):
             raise MeshError(text, f"{axis}={size} is not a whole number")
         sizes[axis] = int(size)

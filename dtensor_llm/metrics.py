@@ -81,11 +81,12 @@ class Reporter(Watcher):
                 f"torchrun --nnodes NODES --nproc-per-node {world.size}/NODES "
                 f"scripts/train_gpt.py --mesh {mesh}"
             )
+        rows = f" x {mesh.tp_row} rows of tensor-parallel ranks" * (mesh.tp_row > 1)
         self.line(
             f"mesh {mesh} ({cut}) on {world.device.type}, {world.kind}; "
             f"{config.model.num_parameters:,} parameters, {config.train.dtype}\n"
             f"{config.train.global_batch_size} sequences of {config.model.seq_len} tokens a step: "
-            f"{config.dp} data-parallel ranks x {config.microbatches} microbatches x "
+            f"{config.dp} data-parallel ranks{rows} x {config.microbatches} microbatches x "
             f"{config.micro_batch_size}; {len(data.training):,} training and "
             f"{len(data.validation):,} validation sequences"
         )

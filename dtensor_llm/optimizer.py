@@ -2,7 +2,8 @@
 
 An optimizer step works element by element, so it needs no mesh: torch's optimizer steps on plain
 tensors that share memory with the local parts of the DTensors. That serves any mix of placements
-(the fused and foreach forms refuse parameters of several meshes) and costs no dispatch.
+(the fused and foreach forms refuse parameters of several meshes) and costs no dispatch. Where ZeRO
+has shared out no more than the optimizer state, the rank's own elements are rows of a local part.
 """
 
 import math
@@ -10,11 +11,12 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from dtensor_llm.buckets import Buckets
 from dtensor_llm.config import TrainConfig
 from dtensor_llm.model import GPT
-from dtensor_llm.plan import local_tensor
+from dtensor_llm.offload import HostOptimizerMemory
+from dtensor_llm.plan import Part, local_tensor, part_of
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -36,25 +38,41 @@ def is_decayed(name: str) -> bool:
 
 
 class Optimizer:
-    """torch's AdamW or SGD over the local parts of the model's parameters.
+    """torch's AdamW or SGD over this rank's own elements of the model's parameters.
 
     Attributes:
         weights: {name: parameter}, as the model holds them.
-        shards: {name: the local part, a plain parameter that shares its memory}.
+        held: {name: what of the parameter its local tensor is}.
+        owned: {name: what of it this rank reduces and updates}: its local tensor, or rows of that.
+        shards: {name: the elements owned, a plain parameter that shares their memory}.
+        host: their twins in the host's memory, if the optimizer is offloaded: see `offload`.
     """
 
-    def __init__(self, model: GPT, config: TrainConfig) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        config: TrainConfig,
+        buckets: Buckets | None = None,
+        *,
+        offload: bool = False,
+    ) -> None:
+        """`buckets` are the parameters of whose local tensors this rank owns some rows only."""
         self.config = config
+        self.buckets = Buckets() if buckets is None else buckets
         self.weights = model.weights()
+        self.held = {name: part_of(weight) for name, weight in self.weights.items()}
+        self.owned = self.held | self.buckets.owned(self.held)
         self.shards = {
-            name: nn.Parameter(local_tensor(weight).detach())
+            name: nn.Parameter(self.buckets.rows(name, local_tensor(weight).detach()))
             for name, weight in self.weights.items()
         }
         # A rank may own nothing of a small parameter: then there is nothing to step on.
         owned = {name: shard for name, shard in self.shards.items() if shard.numel() > 0}
+        self.host = HostOptimizerMemory(owned) if offload else None
+        self.stepped = self.host.twins if self.host else owned
         groups = [
             {
-                "params": [p for name, p in owned.items() if is_decayed(name) == decayed],
+                "params": [p for name, p in self.stepped.items() if is_decayed(name) == decayed],
                 "weight_decay": config.weight_decay if decayed else 0.0,
             }
             for decayed in (True, False)
@@ -62,25 +80,41 @@ class Optimizer:
         self.torch_optimizer = make_optimizer(groups, config)
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """Hand each shard the local part of its parameter's gradient; {name: that part}."""
-        parts: dict[str, Tensor] = {}
+        """Hand each shard its part of the parameter's gradient; {name: that part}.
+
+        Comm: what is left of the reductions of `buckets`.
+        """
+        parts = self.buckets.take()
         for name, weight in self.weights.items():
-            assert weight.grad is not None, f"{name} has no gradient"
-            self.shards[name].grad = parts[name] = local_tensor(weight.grad)
+            if name not in parts:
+                assert weight.grad is not None, f"{name} has no gradient"
+                parts[name] = local_tensor(weight.grad)
+            self.shards[name].grad = parts[name]
         return parts
 
     def step(self, learning_rate: float) -> None:
+        """Update the elements owned, and with them the local tensors.
+
+        Comm: that of `buckets.gather`.
+        """
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
+        if self.host:
+            self.host.take_gradients()
         self.torch_optimizer.step()
+        if self.host:
+            self.host.give_weights()
+        self.buckets.gather()
 
     def zero_grad(self) -> None:
+        self.buckets.forget()
         for name, weight in self.weights.items():
             weight.grad = self.shards[name].grad = None
 
     def state(self, name: str) -> dict[str, Tensor]:
         """The state of a parameter's local part: exp_avg and exp_avg_sq, or momentum_buffer."""
-        return self.torch_optimizer.state.get(self.shards[name], {})
+        stepped = self.stepped.get(name)
+        return {} if stepped is None else self.torch_optimizer.state.get(stepped, {})
 
 
 def make_optimizer(groups: list[dict[str, object]], config: TrainConfig) -> torch.optim.Optimizer:
@@ -96,16 +130,13 @@ def make_optimizer(groups: list[dict[str, object]], config: TrainConfig) -> torc
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
-def counts_here(weight: nn.Parameter, mesh: DeviceMesh) -> bool:
-    """Whether this rank counts its elements of `weight` in a sum over the whole mesh.
+def counts_here(part: Part, mesh: DeviceMesh) -> bool:
+    """Whether this rank counts its `part` of a parameter in a sum over the whole mesh.
 
-    Along an axis that shards the weight every rank counts its own; along every other axis the ranks
-    hold the same elements and the first one counts. Pipeline stages hold different weights.
+    Along an axis that shards the parameter every rank counts its own; along every other axis the
+    ranks hold the same elements and the first one counts. Pipeline stages hold different weights.
     """
-    own = {"pp"}
-    if isinstance(weight, DTensor):
-        axes = zip(weight.device_mesh.mesh_dim_names or (), weight.placements, strict=True)
-        own |= {axis for axis, placement in axes if not placement.is_replicate()}
+    own = part.axes | {"pp"}
     coordinates = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
     return all(axis in own or coordinate == 0 for axis, coordinate in coordinates)
 

@@ -1,7 +1,7 @@
 """Composes the strategies, in the one order that is right.
 
 1. pipeline: build only this rank's stage, on the meta device: no memory yet
-2. tensor and sequence: place each weight on the tp axis
+2. tensor and sequence: place each weight on the tp axis, or in blocks on tp_row x tp_col
 3. tie: the head takes the embedding's weight again, now a DTensor
 4. data: give memory to block after block, and shard or replicate it over dp
 5. initialize: each rank draws its own elements
@@ -12,21 +12,24 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import Replicate
 
+from dtensor_llm.buckets import Buckets
 from dtensor_llm.config import Config
 from dtensor_llm.initialize import initialize
 from dtensor_llm.loss import summed_cross_entropy
 from dtensor_llm.mesh import build_mesh
 from dtensor_llm.model import GPT
+from dtensor_llm.offload import policy
 from dtensor_llm.parallel import (
     data_parallel,
     pipeline_parallel,
     sequence_parallel,
     tensor_parallel,
+    tensor_parallel_2d,
     zero,
 )
 from dtensor_llm.plan import apply_plan, materialize
@@ -43,6 +46,8 @@ class Parallelized:
     axes: Mapping[str, DeviceMesh]  # those of more than one rank
     device: torch.device
     model: GPT
+    module: nn.Module  # to be called: the model, or what data parallelism has put around it
+    buckets: Buckets  # of the parameters whose rows ZeRO has shared out
     loss_function: Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> sum over tokens
     schedule: PipelineScheduleSingle | None  # None without pipeline parallelism
 
@@ -51,8 +56,10 @@ class Parallelized:
 
         `gradients` are this rank's parts, by parameter name.
         """
-        if "tp" in self.axes:
-            sequence_parallel.reduce_partial_gradients(self.model, gradients, self.axes["tp"])
+        for axis in ("tp", "tp_row"):
+            if axis in self.axes:
+                mesh = self.axes[axis]
+                sequence_parallel.reduce_partial_gradients(self.model, gradients, mesh)
         if "pp" in self.axes and pipeline_parallel.holds_tied_copy(self.model):
             tied = gradients["token_embedding.weight"]
             pipeline_parallel.sum_tied_gradients(self.model, tied, self.axes["pp"])
@@ -64,28 +71,93 @@ def parallelize(config: Config, device: torch.device) -> Parallelized:
     Comm: none but the making of process groups.
     """
     mesh = build_mesh(config.parallel.mesh, device.type)
+    axes = used_axes(mesh)
+    placed = place(config, mesh, device)
+    model, module, buckets = placed.model, placed.module, placed.buckets
+    initialize(model, config.train.seed)
+    loss_function: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy
+    if "tp" in axes:
+        loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp"])
+    if "tp_row" in axes:
+        loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp_col"])
+    schedule = None
+    if "pp" in axes:
+        schedule = make_schedule(config, module, model.first, axes["pp"], loss_function, device)
+    return Parallelized(config, mesh, axes, device, model, module, buckets, loss_function, schedule)
+
+
+def used_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+    """The one-axis meshes of more than one rank."""
     names_and_sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
-    axes = {axis: mesh[axis] for axis, size in names_and_sizes if size > 1}
+    return {axis: mesh[axis] for axis, size in names_and_sizes if size > 1}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A rank's part of the model; `module` and `buckets` as in Parallelized."""
+
+    model: GPT
+    module: nn.Module
+    buckets: Buckets
+
+
+def place(config: Config, mesh: DeviceMesh, device: torch.device) -> Placed:
+    """Steps 1 to 4: this rank's part of the model, every weight placed, none of them initialized.
+
+    On the meta device nothing takes memory, whatever the mesh: all but the numbers is there.
+    """
+    axes = used_axes(mesh)
     with torch.device("meta"):
         if "pp" in axes:
             model = pipeline_parallel.build_stage(config.model, axes["pp"])
         else:
             model = GPT(config.model)
     model.to(DTYPES[config.train.dtype])
-    loss_function: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy
     if "tp" in axes:
         apply_tensor_parallel(config, model, axes["tp"])
-        loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp"])
+    if "tp_row" in axes:
+        grid = mesh["tp_row", "tp_col"]
+        apply_plan(model, grid, tensor_parallel_2d.plan(model, grid))
+        apply_plan(model, axes["tp_col"], tensor_parallel_2d.dropout_plan(model))
     model.tie_embeddings()
-    if config.dp > 1:
-        strategy = zero if config.parallel.zero == 3 else data_parallel
-        strategy.apply(model, data_mesh(config, mesh), device)
+    module: nn.Module = model
+    buckets = Buckets()
+    if config.dp > 1 or config.parallel.offload == "weights":
+        module, buckets = apply_data_parallel(config, model, data_mesh(config, mesh), device)
     materialize(model, device)
-    initialize(model, config.train.seed)
-    schedule = None
-    if "pp" in axes:
-        schedule = make_schedule(config, model, axes["pp"], loss_function, device)
-    return Parallelized(config, mesh, axes, device, model, loss_function, schedule)
+    return Placed(model, module, buckets)
+
+
+def apply_data_parallel(
+    config: Config, model: GPT, mesh: DeviceMesh, device: torch.device
+) -> tuple[nn.Module, Buckets]:
+    """Shard or replicate the model over dp; (what to call, the buckets of ZeRO stages 1 and 2)."""
+    parallel = config.parallel
+    if parallel.ddp:
+        options = data_parallel.DDPOptions(
+            parallel.ddp_bucket_mb, parallel.ddp_bucket_view, parallel.ddp_static_graph
+        )
+        return data_parallel.wrap(model, mesh, device, options), Buckets()
+    if parallel.zero in (1, 2):
+        return model, zero.share_out(
+            model,
+            mesh,
+            device,
+            microbatches=config.microbatches,
+            each_microbatch=parallel.zero == 2 and not parallel.defer_reduce,
+        )
+    if parallel.zero == 3:
+        zero.apply(
+            model,
+            mesh,
+            device,
+            reshard=parallel.reshards_after_forward,
+            prefetch=parallel.prefetch_depth,
+            offload=policy(device) if parallel.offload == "weights" else None,
+        )
+    else:
+        data_parallel.apply(model, mesh, device)
+    return model, Buckets()
 
 
 def data_mesh(config: Config, mesh: DeviceMesh) -> DeviceMesh:
@@ -94,7 +166,7 @@ def data_mesh(config: Config, mesh: DeviceMesh) -> DeviceMesh:
         return mesh["dp_shard"]
     both = mesh["dp_replicate", "dp_shard"]
     # Private: torch 2.13 has no public way to make one axis of two.
-    return both if config.parallel.zero == 3 else both._flatten("dp")
+    return both._flatten("dp") if config.parallel.zero == 0 else both
 
 
 def apply_tensor_parallel(config: Config, model: GPT, mesh: DeviceMesh) -> None:
@@ -107,21 +179,23 @@ def apply_tensor_parallel(config: Config, model: GPT, mesh: DeviceMesh) -> None:
 
 def make_schedule(
     config: Config,
-    model: GPT,
+    module: nn.Module,
+    is_first: bool,
     mesh: DeviceMesh,
     loss_function: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
 ) -> PipelineScheduleSingle:
-    b, t, tp = config.micro_batch_size, config.model.seq_len, config.parallel.mesh.tp
-    own_tokens = t // tp if config.parallel.sequence_parallel else t
+    b, t, sizes = config.micro_batch_size, config.model.seq_len, config.parallel.mesh
+    own_tokens = t // sizes.tp if config.parallel.sequence_parallel else t
     return pipeline_parallel.make_schedule(
         config.parallel.schedule,
-        model,
+        module,
         mesh,
         partial(normalized, loss_function),
+        is_first=is_first,
         num_microbatches=config.microbatches,
         tokens_shape=(b, t),
-        hidden_shape=(b, own_tokens, config.model.width),
+        hidden_shape=(b, own_tokens, config.model.width // sizes.tp_col),
         dtype=DTYPES[config.train.dtype],
         device=device,
     )

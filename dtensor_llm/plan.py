@@ -10,7 +10,7 @@ input is gathered once for the three projections that share it, and no operation
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from dtensor_llm.collectives import redistribute
 
 Plan = Sequence[tuple[str, ParallelStyle]]  # (module name pattern, style), applied in order
+Placements = Placement | tuple[Placement, ...]  # on a mesh of one axis; on each axis of several
 
 
 class PlanError(ValueError):
@@ -37,7 +38,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Apply each style of `plan` to every module whose name matches, on the one-axis `mesh`.
+    """Apply each style of `plan` to every module whose name matches, on `mesh`.
 
     Raises PlanError for a pattern that matches nothing.
     """
@@ -53,7 +54,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
 
 
 def distribute_parameters(
-    module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]
+    module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placements]
 ) -> None:
     """Replace own parameters of `module` by DTensors; each rank keeps its part, nothing is sent.
 
@@ -65,7 +66,7 @@ def distribute_parameters(
             raise PlanError(f"the plan places {name!r}, but {type(module).__name__} has no such")
         parameter = module._parameters[name]
         if parameter is not None:
-            part = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+            part = distribute_tensor(parameter, mesh, on_axes(placement), src_data_rank=None)
             setattr(module, name, nn.Parameter(part))
 
 
@@ -76,7 +77,7 @@ class ComputesOnLocalTensors:
     different tokens on each rank has Partial gradients, to be summed: see `partial_gradients`.
     """
 
-    gradient_placements: Mapping[str, Placement]
+    gradient_placements: Mapping[str, Placements]
     _parameters: dict[str, Any]
 
     def local(self, name: str) -> Tensor:
@@ -103,8 +104,8 @@ class LocalModule(ParallelStyle):
     where the forward needs more than that; `attributes` are set on the module for its use.
     """
 
-    parameters: Placement | Mapping[str, Placement]
-    gradients: Placement | Mapping[str, Placement] | None = None
+    parameters: Placements | Mapping[str, Placements]
+    gradients: Placements | Mapping[str, Placements] | None = None
     mixin: type[ComputesOnLocalTensors] = ComputesOnLocalTensors
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -133,14 +134,18 @@ def partial_gradients(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, ComputesOnLocalTensors)
         for own, placement in module.gradient_placements.items()
-        if placement.is_partial()
+        if any(on_axis.is_partial() for on_axis in on_axes(placement))
     ]
 
 
 def by_name(
-    placements: Placement | Mapping[str, Placement], names: Sequence[str]
-) -> Mapping[str, Placement]:
-    return dict.fromkeys(names, placements) if isinstance(placements, Placement) else placements
+    placements: Placements | Mapping[str, Placements], names: Sequence[str]
+) -> Mapping[str, Placements]:
+    return placements if isinstance(placements, Mapping) else dict.fromkeys(names, placements)
+
+
+def on_axes(placements: Placements) -> tuple[Placement, ...]:
+    return placements if isinstance(placements, tuple) else (placements,)
 
 
 @dataclass
@@ -199,22 +204,68 @@ def local_tensor(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one rank has of a tensor.
+
+    Args:
+        where: its place in the whole tensor.
+        shape: of the whole tensor.
+        axes: the mesh axes along which other ranks have other elements; along all others they have
+            copies.
+    """
+
+    where: tuple[slice, ...]
+    shape: tuple[int, ...]
+    axes: frozenset[str] = frozenset()
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(s.stop - s.start for s in self.where).numel()
+
+    def rows(self, start: int, length: int, axis: str) -> "Part":
+        """Rows of this part, of which each rank along `axis` has others."""
+        first = self.where[0].start + start
+        where = (slice(first, first + length), *self.where[1:])
+        return replace(self, where=where, axes=self.axes | {axis})
+
+
+def part_of(x: Tensor) -> Part:
+    """What the rank's local tensor of `x` is, by its placements."""
+    axes: set[str] = set()
+    if isinstance(x, DTensor):
+        pairs = zip(x.device_mesh.mesh_dim_names or (), x.placements, strict=True)
+        axes = {axis for axis, placement in pairs if not placement.is_replicate()}
+    return Part(local_slice(x), tuple(x.shape), frozenset(axes))
+
+
 def local_slice(x: Tensor) -> tuple[slice, ...]:
-    """Where the rank's own part lies in the whole tensor.
+    """Where the rank's own part lies in the whole tensor."""
+    if not isinstance(x, DTensor):
+        return tuple(slice(0, size) for size in x.shape)
+    coordinate = x.device_mesh.get_coordinate() or ()
+    return slice_at(coordinate, tuple(x.shape), x.placements, x.device_mesh.shape)
+
+
+def slice_at(
+    coordinate: Sequence[int],
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    sizes: Sequence[int],
+) -> tuple[slice, ...]:
+    """Which part of a tensor of `shape` the rank at `coordinate` of a mesh of `sizes` has.
 
     Innermost axis first: tp divides a weight, then `fully_shard` divides what tp has left (torch
     2.13's compute_local_shape_and_global_offset gets that wrong on the last ranks where neither
     division is even, as for 257 rows on tp 2 x dp 4).
     """
-    parts = [(0, size) for size in x.shape]
-    if isinstance(x, DTensor):
-        for axis in reversed(range(x.device_mesh.ndim)):
-            placement, mesh = x.placements[axis], x.device_mesh
-            if not placement.is_replicate():
-                dim = placement.dim  # type: ignore[attr-defined] # Shard's and _StridedShard's
-                start, length = parts[dim]
-                own = chunk(length, mesh.get_local_rank(axis), mesh.size(axis))
-                parts[dim] = (start + own[0], own[1])
+    parts = [(0, size) for size in shape]
+    for index, placement, size in reversed(list(zip(coordinate, placements, sizes, strict=True))):
+        if not placement.is_replicate():
+            dim = placement.dim  # type: ignore[attr-defined] # Shard's and _StridedShard's
+            start, length = parts[dim]
+            own = chunk(length, index, size)
+            parts[dim] = (start + own[0], own[1])
     return tuple(slice(start, start + length) for start, length in parts)
 
 

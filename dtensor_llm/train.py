@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from dtensor_llm.config import Config
 from dtensor_llm.data import Batch, Dataset
@@ -24,10 +25,13 @@ from dtensor_llm.optimizer import (
     learning_rate,
     sum_of_squares,
 )
+from dtensor_llm.parallel import zero
 from dtensor_llm.parallelize import Parallelized, normalized, parallelize
+from dtensor_llm.plan import Part
 from dtensor_llm.worlds import World
 
-DATA_AXES = ("dp_replicate", "dp_shard")  # axes that split the global batch, outermost first
+# Axes that split the global batch, outermost first.
+DATA_AXES = ("dp_replicate", "dp_shard", "tp_row")
 
 
 class TrainingError(RuntimeError):
@@ -53,13 +57,17 @@ class Trainer:
         self.config, self.world = config, world
         self.parallel: Parallelized = parallelize(config, world.device)
         self.model, self.mesh = self.parallel.model, self.parallel.mesh
-        self.optimizer = Optimizer(self.model, config.train)
+        offload = config.parallel.offload == "optimizer"
+        buckets = self.parallel.buckets
+        self.optimizer = Optimizer(self.model, config.train, buckets, offload=offload)
         self.data_groups = [
             self.parallel.axes[axis].get_group() for axis in DATA_AXES if axis in self.parallel.axes
         ]
-        size = config.train.global_batch_size // config.dp
+        size = config.train.global_batch_size // config.batch_parts
         self.samples = slice(self.data_rank() * size, (self.data_rank() + 1) * size)
-        self.reports_loss = self.model.last and self.mesh.get_local_rank("tp") == 0
+        same_loss = [self.parallel.axes[x] for x in ("tp", "tp_col") if x in self.parallel.axes]
+        is_first = all(axis.get_local_rank() == 0 for axis in same_loss)
+        self.reports_loss = self.model.last and is_first
 
     def data_rank(self) -> int:
         """Which part of the global batch this rank computes."""
@@ -71,7 +79,7 @@ class Trainer:
     def step(self, step: int, tokens: Tensor, labels: Tensor) -> StepResult:
         """Train on this rank's part of the global batch: `compute_gradients` and `update`.
 
-        `tokens` and `labels` are b t: the rows `samples` of the batch, b = global batch / dp.
+        `tokens` and `labels` are b t: the rows `samples` of the batch, as many on every rank.
         """
         result = self.compute_gradients(step, tokens, labels)
         self.update(result)
@@ -87,8 +95,8 @@ class Trainer:
         if tokens.shape != expected or labels.shape != expected:
             raise ValueError(
                 f"tokens {tuple(tokens.shape)}, labels {tuple(labels.shape)}: not this rank's part "
-                f"of the batch, (global batch / dp, seq_len) = {expected}; take the rows "
-                f"{self.samples.start} to {self.samples.stop - 1} (trainer.samples)"
+                f"of the batch, (global batch / {self.config.batch_parts}, seq_len) = {expected}; "
+                f"take the rows {self.samples.start} to {self.samples.stop - 1} (trainer.samples)"
             )
         self.optimizer.zero_grad()
         self.model.train()
@@ -122,7 +130,7 @@ class Trainer:
         total = torch.zeros((), device=tokens.device)
         for index, (x, y, samples) in enumerate(self.microbatches(tokens, labels)):
             self.choose_reduction(is_last=index == self.config.microbatches - 1)
-            logits = self.model(x, samples)
+            logits = self.parallel.module(x, samples)
             loss = normalized(self.parallel.loss_function, logits, y, num_tokens=num_tokens)
             loss.backward()
             total = total + loss.detach()
@@ -161,9 +169,15 @@ class Trainer:
         return torch.arange(self.samples.start, self.samples.stop, device=device)
 
     def choose_reduction(self, *, is_last: bool) -> None:
-        """Replicated weights reduce their gradients once a step, sharded ones every microbatch."""
-        if isinstance(self.model, FSDPModule) and self.config.parallel.zero == 0:
-            self.model.set_requires_gradient_sync(is_last)
+        """Reduce in the last microbatch alone; without --defer-reduce, ZeRO stage 3 in each.
+
+        Stages 1 and 2 need no word from here: their buckets count microbatches.
+        """
+        parallel, module = self.config.parallel, self.parallel.module
+        if isinstance(module, DistributedDataParallel):
+            module.require_backward_grad_sync = is_last
+        elif isinstance(module, FSDPModule) and (parallel.zero == 0 or parallel.defer_reduce):
+            module.set_requires_gradient_sync(is_last)
 
     def own_sum_of_squares(self) -> Tensor:
         """Of the gradient elements that this rank is the one to count.
@@ -174,13 +188,14 @@ class Trainer:
         copies: list[Tensor] = []
         for name, shard in self.optimizer.shards.items():
             if shard.grad is not None:
-                (counted if self.counts_here(name) else copies).append(shard.grad)
+                counts = self.counts_here(name, self.optimizer.owned[name])
+                (counted if counts else copies).append(shard.grad)
         return sum_of_squares(counted) + 0.0 * sum_of_squares(copies)
 
-    def counts_here(self, name: str) -> bool:
-        """Whether the parameter's local elements enter sums over all ranks from here."""
+    def counts_here(self, name: str, part: Part) -> bool:
+        """Whether the parameter's `part`, this rank's, enters sums over all ranks from here."""
         is_second_copy = name == "token_embedding.weight" and not self.model.first
-        return not is_second_copy and counts_here(self.optimizer.weights[name], self.mesh)
+        return not is_second_copy and counts_here(part, self.mesh)
 
     def sum_over_ranks(self, loss: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, counted) summed over the ranks that report them.
@@ -230,6 +245,7 @@ class Trainer:
             labels = batch.labels.to(device)
             total += self.forward_only(batch.tokens.to(device), labels).double()
             count += count_valid_tokens(labels)
+        zero.free_gathered(self.model)
         total, count = self.sum_over_ranks(total, count * float(self.reports_loss))
         return (total / count.clamp(min=1)).item(), int(count.item())
 

@@ -196,6 +196,15 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         ],
     ),
     (
+        Surroundings(memory_bytes=8 * GIB),
+        "--model gpt2 --global-batch-size 8 --mesh 1x1x8 --zero 2",
+        [
+            "memory: the run takes at least 11.1 GiB: weights, gradients and optimizer "
+            "124,439,808 x 4 x 4 bytes, and 7 more copies of the weights = 5.1 GiB, activations "
+            "6.0 GiB; this machine has 8.0 GiB; --zero 3 or --layers 7 would fit",
+        ],
+    ),
+    (
         Surroundings(num_processes=8, local_processes=4, memory_bytes=3 * GIB),
         "--model gpt2 --global-batch-size 8 --dtype float64",
         [
@@ -313,13 +322,66 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
             "--world thread: must be auto, processes or threads; did you mean threads?",
         ],
     ),
+    (
+        ALONE,
+        "--zero 0 --reshard-after-forward --prefetch-depth 2",
+        [
+            "--reshard-after-forward with --zero 0: only ZeRO stage 3 shards weights and gathers "
+            "those in use; --zero 3 or leaving it out would do",
+            "--prefetch-depth 2 with --zero 0: only ZeRO stage 3 shards weights and gathers "
+            "those in use; --zero 3 or leaving it out would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--zero 0 --no-reshard-after-forward --offload weights",
+        [
+            "--no-reshard-after-forward with --zero 0: only ZeRO stage 3 shards weights and "
+            "gathers those in use; --zero 3 or leaving it out would do",
+            "--offload weights with --zero 0: only ZeRO stage 3 shards weights and gathers "
+            "those in use; --zero 3 or --offload optimizer would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--prefetch-depth -1",
+        ["--prefetch-depth -1: must be a whole number of at least 0 (blocks)"],
+    ),
+    (
+        ALONE,
+        "--offload optimiser",
+        [
+            "--offload optimiser: must be none, optimizer or weights; did you mean optimizer?",
+        ],
+    ),
     (ALONE, "--zero 4", ["--zero 4: must be a whole number of at least 0 and at most 3"]),
     (
         ALONE,
-        "--zero 1",
+        "--zero 1 --defer-reduce",
         [
-            "--zero 1: ZeRO stage 1 is not available yet: stages 0 (replicated) and 3 (fully "
-            "sharded) are",
+            "--defer-reduce with --zero 1: ZeRO stages 0 and 1 reduce gradients once a step "
+            "anyway; --zero 2, --zero 3 or leaving --defer-reduce out would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--ddp --mesh 2x1x2 --ddp-bucket-mb 0",
+        [
+            "--ddp-bucket-mb 0.0: must be a finite number above 0 and at most 1000000 (MiB)",
+            "--ddp with --zero 3: DistributedDataParallel replicates: ZeRO stage 0; --zero 0 or "
+            "leaving --ddp out would do",
+            "--ddp with tp=2: DistributedDataParallel reduces plain parameters, and tp makes "
+            "DTensors of them; tp=1, or leaving --ddp out, would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--ddp --zero 0 --ddp-static-graph --mesh 1x2x2",
+        [
+            "--ddp-static-graph with 4 microbatches: DistributedDataParallel learns a static "
+            "graph from one backward pass that reduces, but --global-batch-size 64 / (dp=2 x "
+            "micro-batch 8) = 4; --micro-batch-size 32 with --schedule gpipe, or leaving "
+            "--ddp-static-graph out, would do",
         ],
     ),
     (
@@ -378,6 +440,90 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         [
             "tp=8 must divide --heads, --ffn-width: --ffn-width 100 / 8 leaves 4 (a rank takes "
             "an equal part); tp=1, 2 or 4 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh tp=2x4",
+        [
+            "mesh tp=2x4: each step of a product broadcasts one row and one column of blocks, so "
+            "there must be as many rows as columns, and 2 is not 4; tp=2x2 or 4x4 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh tp=1x2",
+        [
+            "mesh tp=1x2: each step of a product broadcasts one row and one column of blocks, so "
+            "there must be as many rows as columns, and 1 is not 2; tp=2x2 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh tp=3x3 --global-batch-size 63",
+        [
+            "tp=3x3 must divide --heads, --ffn-width into 3: --heads 8 / 3 leaves 2 (a rank takes "
+            "whole heads), --ffn-width 256 / 3 leaves 1 (a rank takes an equal part); tp=1, 2x2, "
+            "4x4 or 8x8 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh tp=2x2 --vocab-size 1",
+        [
+            "--vocab-size 1 is too small for tp=2x2: each rank takes at least one token id, but in "
+            "parts of ceil(1 / 2) = 1 they fill 1 of 2 ranks; --vocab-size 2 or a smaller tp would "
+            "do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh tp=2x2 --ddp --zero 0",
+        [
+            "--ddp with tp=2x2: DistributedDataParallel reduces plain parameters, and tp makes "
+            "DTensors of them; tp=1, or leaving --ddp out, would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh tp=2x2 --seq-len 1",
+        [
+            "--seq-len 1 is too small for tp=2x2 and --positions learned: each row of ranks takes "
+            "at least one position, but in parts of ceil(1 / 2) = 1 they fill 1 of 2 rows; "
+            "--seq-len 2 or --positions rope would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh tp=2x2,dp=3 --global-batch-size 63",
+        [
+            "--global-batch-size 63 is not a multiple of dp=3 x tp_row=2 = 6, but all rows of "
+            "ranks take equally many sequences: 63 / 6 leaves 3; --global-batch-size 60 or 66 "
+            "would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh tp=2x2,pp=4 --global-batch-size 4 --micro-batch-size 1",
+        [
+            "--schedule 1f1b needs a microbatch for every stage, but --global-batch-size 4 / (dp=1 "
+            "x tp_row=2 x micro-batch 1) = 2, fewer than pp=4; --global-batch-size 8 or --schedule "
+            "gpipe would do",
+        ],
+    ),
+    (
+        processes(6),
+        "--mesh tp=2x2,dp=2",
+        [
+            "mesh tp=2x2 x pp=1 x dp=2 = 8 ranks, but 6 were started; 1x3x2 or 2x3x1 would fit",
+        ],
+    ),
+    (
+        processes(6),
+        "--mesh tp=2x2,dp=-1",
+        [
+            "--mesh tp=2x2,dp=-1: dp=-1 fills the ranks, but tp_row=2 x tp_col=2 = 4 does not "
+            "divide 6; 1x1x6, 1x2x3 or 2x1x3 would fit",
         ],
     ),
     (

@@ -87,7 +87,7 @@ def batches_of(case: Case) -> PartlyEmptyBatches:
     """Of a legal draw: `empty` labels are those of the last dp rank, or of its last microbatch."""
     config, model = case.config, case.config.model
     size = config.train.global_batch_size
-    empty = {"empty rank": size // config.dp, "empty microbatch": config.micro_batch_size}
+    empty = {"empty rank": size // config.batch_parts, "empty microbatch": config.micro_batch_size}
     some_left = empty.get(case.mask, 0) < size
     return PartlyEmptyBatches(
         model.vocab_size,
@@ -123,6 +123,7 @@ def draw(seed: int, index: int) -> Case:
     values["check_parity"] = True
     values |= draw_model(random, values["mesh"])
     values |= draw_batch(random, values["mesh"])
+    values |= draw_data_parallel(random, values)
     if random.random() < SHARE_OF_UNRULY:
         for name in random.sample(list(UNRULY), random.choice((1, 2))):
             values |= UNRULY[name](random, values)
@@ -146,17 +147,21 @@ def configuration(values: Values) -> Config:
 def draw_mesh(random: Random) -> MeshSizes:
     """The prime factors of a number of ranks, each on some axis."""
     (ranks,) = random.choices(list(RANKS), list(RANKS.values()))
-    sizes = dict.fromkeys(AXES, 1)
+    sizes, axes = dict.fromkeys(AXES, 1), AXES
+    side = next((side for side in (2, 3) if ranks % side**2 == 0), 1)
+    if side > 1 and random.random() < 0.25:
+        sizes |= {"tp_row": side, "tp_col": side}
+        ranks, axes = ranks // side**2, AXES[:-1]
     for prime in (2, 3, 5, 7):
         while ranks % prime == 0:
             ranks //= prime
-            sizes[random.choice(AXES)] *= prime
+            sizes[random.choice(axes)] *= prime
     return MeshSizes(**sizes)
 
 
 def draw_model(random: Random, mesh: MeshSizes) -> Values:
     """A small model that the mesh can hold; its sizes are seldom powers of two."""
-    tp = mesh.tp
+    tp, rows = mesh.tp * mesh.tp_col, mesh.tp_row
     values = draw_family(random)
     kv_heads = tp * random.randint(1, max(1, 4 // tp))
     group = random.choice((1, 1, 2, 3)) if kv_heads <= 4 else 1
@@ -164,7 +169,9 @@ def draw_model(random: Random, mesh: MeshSizes) -> Values:
     widths = [kv_heads * group * size for size in head_sizes]
     width = random.choice([width for width in widths if width >= LEAST_WIDTH])
     shards_tokens = random.random() < 0.6
-    seq_len = tp * random.randint(1, max(1, 9 // tp)) if shards_tokens else random.randint(1, 11)
+    # No row of a grid is without a position.
+    lengths = [t for t in range(1, 12) if (rows - 1) * -(-t // rows) < t]
+    seq_len = tp * random.randint(1, max(1, 9 // tp)) if shards_tokens else random.choice(lengths)
     even_vocabularies = [v for v in range(tp, 71) if (tp - 1) * -(-v // tp) < v]
     values |= {
         "heads": kv_heads * group,
@@ -211,12 +218,40 @@ def draw_batch(random: Random, mesh: MeshSizes) -> Values:
     schedule = random.choice(("gpipe", "1f1b"))
     fewest = mesh.pp if schedule == "1f1b" else 1
     microbatches = fewest + random.choice((0, 0, 1, 2, 3) if mesh.num_ranks <= 6 else (0, 0, 1))
-    micro_batch = random.choice((1, 1, 2, 3)) if mesh.dp * microbatches <= 12 else 1
+    parts = mesh.dp * mesh.tp_row
+    micro_batch = random.choice((1, 1, 2, 3)) if parts * microbatches <= 12 else 1
     return {
         "schedule": schedule,
-        "zero": random.choice((0, 3)),
-        "global_batch_size": mesh.dp * microbatches * micro_batch,
+        "global_batch_size": parts * microbatches * micro_batch,
         "micro_batch_size": random.choice((None, micro_batch, micro_batch)),
+    }
+
+
+def draw_data_parallel(random: Random, values: Values) -> Values:
+    """A ZeRO stage or DDP, and when to reduce."""
+    mesh, zero = values["mesh"], random.choice((0, 1, 2, 3))
+    ddp = zero == 0 and mesh.tp * mesh.tp_row == 1 and random.random() < 0.7
+    microbatches = values["global_batch_size"] // (mesh.dp * (values["micro_batch_size"] or 1))
+    at_once = microbatches == 1 or (values["micro_batch_size"] is None and mesh.pp == 1)
+    return {
+        "zero": zero,
+        "defer_reduce": zero >= 2 and random.random() < 0.3,
+        "ddp": ddp,
+        "ddp_bucket_mb": random.choice((25.0, 0.001, 0.01)) if ddp else 25.0,
+        "ddp_bucket_view": not ddp or random.random() < 0.5,
+        "ddp_static_graph": ddp and at_once and random.random() < 0.9,
+        **draw_places(random, zero),
+    }
+
+
+def draw_places(random: Random, zero: int) -> Values:
+    """Where weights and optimizer state wait, and what stage 3 does with weights not in use."""
+    if zero < 3:
+        return {"offload": random.choice(("none", "none", "optimizer"))}
+    return {
+        "reshard_after_forward": random.choice((None, True, False)),
+        "prefetch_depth": random.choice((0, 1, 1, 2, 5)),
+        "offload": random.choice(("none", "none", "optimizer", "weights")),
     }
 
 
@@ -274,6 +309,15 @@ def out_of_range(random: Random, _: Values) -> Values:
     return {setting.name: random.choice(illegal_values(setting))}
 
 
+SMALLEST_GRID = MeshSizes(tp_row=2, tp_col=2)
+GRIDS: Sequence[Values] = (
+    {"mesh": SMALLEST_GRID, "seq_len": 1, "positions": "learned"},
+    {"mesh": SMALLEST_GRID, "global_batch_size": 3, "micro_batch_size": None},
+    {"mesh": MeshSizes(tp_row=2)},
+)
+"""Each with something that it does not allow."""
+
+
 def illegal_values(setting: Setting) -> Sequence[Any]:
     """Values that are refused whatever the others are; none for switches."""
     limits, kind = setting.metadata, setting.kind
@@ -300,7 +344,14 @@ UNRULY: dict[str, Redraw] = {
     "schedule": lambda *_: {"schedule": "1f1b"},
     "warmup_steps": number("warmup_steps", 0, 8),
     "zero": number("zero", 0, 3),
+    "reshard_after_forward": lambda random, _: {"reshard_after_forward": random.random() < 0.5},
+    "prefetch_depth": number("prefetch_depth", 0, 3),
+    "offload": lambda *_: {"offload": "weights"},
+    "defer_reduce": lambda *_: {"defer_reduce": True},
+    "ddp": lambda random, _: {"ddp": True, "zero": random.choice((0, 0, 1))},
+    "ddp_static_graph": lambda *_: {"ddp": True, "zero": 0, "ddp_static_graph": True},
     "mesh": lambda random, _: {"mesh": draw_mesh(random)},
+    "grid": lambda random, _: random.choice(GRIDS),
     "absent axis": lambda random, values: {
         "mesh": dataclasses.replace(values["mesh"], **{random.choice(("cp", "ep")): 2})
     },

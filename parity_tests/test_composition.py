@@ -20,8 +20,9 @@ import pytest
 from dtensor_llm.checks import Surroundings, check, problems
 from dtensor_llm.checks.model_rules import MODEL_RULES
 from dtensor_llm.command_line import FLAGS, flags_of, parse_command_line
-from dtensor_llm.config import Config, ConfigError, RefusedPair
+from dtensor_llm.config import Config, ConfigError
 from dtensor_llm.mesh import NAMED_SIZES, parse_mesh
+from dtensor_llm.refused_pairs import RefusedPair
 from dtensor_llm.settings import SETTINGS, Setting
 from parity_tests import fuzz
 from parity_tests.harness import LLAMA, parity, small_config, torchrun
@@ -243,12 +244,7 @@ def values_to_train(setting: Setting) -> Iterator[Any]:
         yield from range(least, most + 1)
 
 
-CHOICES = [
-    (setting, value)
-    for setting in SETTINGS_TO_DRAW
-    for value in values_to_train(setting)
-    if (setting.name, value) not in (("zero", 1), ("zero", 2))  # refused: not available yet
-]
+CHOICES = [(setting, value) for setting in SETTINGS_TO_DRAW for value in values_to_train(setting)]
 
 
 @pytest.mark.parametrize(("setting", "value"), CHOICES, ids=lambda x: getattr(x, "name", str(x)))
@@ -263,6 +259,14 @@ def test_every_axis_is_trained_with_every_other(axis: str) -> None:
         assert any(getattr(mesh, axis) > 1 and getattr(mesh, other) > 1 for mesh in meshes), other
     assert any(mesh.num_ranks == 16 for mesh in meshes)
     assert any(getattr(mesh, axis) not in (1, 2, 4, 8, 16) for mesh in meshes)
+
+
+@pytest.mark.parametrize("axis", fuzz.AXES[:-1])
+def test_grids_are_trained_with_every_axis(axis: str) -> None:
+    meshes = [config.parallel.mesh for config in trained()]
+    grids = [mesh for mesh in meshes if mesh.tp_row > 1]
+    assert len(grids) >= 20
+    assert any(getattr(mesh, axis) > 1 for mesh in grids)
 
 
 @pytest.mark.parametrize("pair", RefusedPair, ids=lambda pair: pair.name)

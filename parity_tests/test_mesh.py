@@ -21,6 +21,9 @@ from dtensor_llm.worlds import World, WorldError, threads
         ("dp_replicate=-1,dp_shard=2", 8, MeshSizes(dp_replicate=4, dp_shard=2)),
         ("dp=8,ep=4", None, MeshSizes(dp_shard=8, ep=4)),
         ("dp=-1,ep=2", 8, MeshSizes(dp_shard=8, ep=2)),
+        ("tp=2x2", None, MeshSizes(tp_row=2, tp_col=2)),
+        ("tp=1x1,dp=2", None, MeshSizes(dp_shard=2)),
+        ("pp=2,tp=3x3,dp=-1", 36, MeshSizes(pp=2, dp_shard=2, tp_row=3, tp_col=3)),
     ],
 )
 def test_text_gives_sizes(text: str, num_ranks: int | None, sizes: MeshSizes) -> None:
@@ -78,12 +81,10 @@ NEITHER_FORM = (
         ),
         ("tp=two", None, "--mesh tp=two: tp=two is not a whole number"),
         ("tp=", None, "--mesh tp=: tp= is not a whole number"),
-        (
-            "tp=2x4",
-            None,
-            "--mesh tp=2x4: two-dimensional tensor parallelism is not available yet: tp takes one "
-            "size",
-        ),
+        ("tp=2x2,tp=2", None, "--mesh tp=2x2,tp=2: tp is given twice"),
+        ("tp=2,tp=2x2", None, "--mesh tp=2,tp=2x2: tp is given twice"),
+        ("tp=2x-1", None, "--mesh tp=2x-1: tp=2x-1 is not a whole number"),
+        ("tp=2x0", None, "--mesh tp=2x0: tp_col=0 must be at least 1, or -1 to fill the ranks"),
         (
             "ep=-1",
             8,
@@ -106,6 +107,8 @@ def test_bad_text_is_explained(text: str, num_ranks: int | None, problem: str) -
         (7, MeshSizes(tp=2, pp=2, dp_shard=2), ["1x1x7", "1x7x1"]),
         (8, MeshSizes(cp=2, dp_shard=2), ["dp_shard=4,cp=2", "pp=2,dp_shard=2,cp=2"]),
         (3, MeshSizes(cp=2), ["1x1x3", "1x3x1"]),
+        (16, MeshSizes(tp_row=2, tp_col=2), ["tp=2x2,dp_shard=4", "tp=2x2,pp=2,dp_shard=2"]),
+        (6, MeshSizes(tp_row=2, tp_col=2), ["1x1x6", "1x2x3"]),
     ],
 )
 def test_fitting_meshes_come_nearest_first(
@@ -134,6 +137,21 @@ def test_mesh_axes_run_from_pp_to_tp() -> None:
     # coordinates are pp, dp_replicate, dp_shard, cp, tp: tp peers are neighbours
     assert [at for _, at in results] == [
         (pp, 0, dp, 0, tp) for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)
+    ]
+
+
+def test_a_grid_is_the_innermost_of_a_mesh() -> None:
+    sizes = MeshSizes(dp_shard=2, tp_row=2, tp_col=2)
+
+    def coordinates(world: World) -> tuple[tuple[str, ...] | None, tuple[int, ...]]:
+        mesh = build_mesh(sizes, world.device.type)
+        return mesh.mesh_dim_names, tuple(mesh.get_coordinate() or ())
+
+    results = threads.run(8, coordinates, timeout=30)
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "tp_row", "tp_col")
+    assert {names for names, _ in results} == {axes}
+    assert [at for _, at in results] == [
+        (0, 0, dp, 0, 0, row, column) for dp in (0, 1) for row in (0, 1) for column in (0, 1)
     ]
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 import reference.model as reference
 from dtensor_llm.config import Config, ModelConfig
-from dtensor_llm.model import GPT, Dropout
+from dtensor_llm.model import GPT, Dropout, make_norm
 from dtensor_llm.plan import local_tensor
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
@@ -111,6 +111,24 @@ def test_lower_precision_is_near(options: dict[str, Any], dtype: torch.dtype, bo
     assert logits.dtype == dtype
     error = (logits - expected).abs().max() / expected.abs().max()
     assert error < bound
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_norms_add_up_gradients_over_many_tokens_in_more_than_bfloat16(norm: str) -> None:
+    """As one sum of them, rounded once: in bfloat16 it would be several percent off."""
+    config = ModelConfig(norm=norm, width=16, heads=2)
+    modules = [make_norm(config).to(dtype) for dtype in (torch.bfloat16, torch.float64)]
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(4, 512, 16, generator=generator).bfloat16() for _ in range(2))
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            nn.init.constant_(parameter, 0.0 if name == "bias" else 1.0)
+        module(x.to(parameter.dtype)).backward(grad.to(parameter.dtype))
+    for own, exact in zip(*(module.parameters() for module in modules), strict=True):
+        assert own.grad is not None
+        assert exact.grad is not None
+        error = (own.grad.double() - exact.grad).abs().max() / exact.grad.abs().max()
+        assert error < 2**-7, "of the last bit of bfloat16, twice"
 
 
 def test_no_token_sees_a_later_one() -> None:

@@ -13,6 +13,7 @@ from reference import (
     pipeline_parallel,
     sequence_parallel,
     tensor_parallel,
+    tensor_parallel_2d,
     training,
     zero,
 )
@@ -38,10 +39,15 @@ STRATEGIES: dict[str, Strategy] = {
     "tp4": partial(tensor_parallel.loss_and_gradients, tp=4),
     "tp2 sequence parallel": partial(sequence_parallel.loss_and_gradients, tp=2),
     "tp4 sequence parallel": partial(sequence_parallel.loss_and_gradients, tp=4),
+    "tp 2x2": partial(tensor_parallel_2d.loss_and_gradients, q=2),
+    "tp 4x4": partial(tensor_parallel_2d.loss_and_gradients, q=4),
     "dp2": partial(data_parallel.loss_and_gradients, dp=2),
     "dp4, accumulation 2": partial(data_parallel.loss_and_gradients, dp=4, microbatches=2),
     "zero dp2": partial(zero.loss_and_gradients, dp=2),
     "zero dp16, empty shards": partial(zero.loss_and_gradients, dp=16),
+    "zero 1 dp2, accumulation 4": partial(zero.loss_and_gradients, dp=2, stage=1, microbatches=4),
+    "zero 2 dp4, accumulation 4": partial(zero.loss_and_gradients, dp=4, stage=2, microbatches=4),
+    "zero 3 dp4, accumulation 2": partial(zero.loss_and_gradients, dp=4, microbatches=2),
     "pp1": partial(pipeline_parallel.loss_and_gradients, stages=1, microbatches=2),
     "pp2 gpipe": partial(
         pipeline_parallel.loss_and_gradients, stages=2, microbatches=4, schedule="gpipe"
@@ -180,6 +186,33 @@ def norm_gradients_of_one_rank(patch: pytest.MonkeyPatch) -> Strategy:
     return STRATEGIES["tp2 sequence parallel"]
 
 
+def products_of_one_column(patch: pytest.MonkeyPatch) -> Strategy:
+    patch.setattr(tensor_parallel_2d, "add_up", lambda partial: partial[0])
+    return STRATEGIES["tp 2x2"]
+
+
+def every_column_drops_as_the_first(patch: pytest.MonkeyPatch) -> Strategy:
+    def wrong(*arguments: Any, part: tuple[int, int], dim: int) -> Tensor:
+        return right(*arguments, part=(0, part[1]), dim=dim)
+
+    right = tensor_parallel_2d.drop
+    patch.setattr(tensor_parallel_2d, "drop", wrong)
+    return STRATEGIES["tp 2x2"]
+
+
+def vector_gradients_of_one_row(patch: pytest.MonkeyPatch) -> Strategy:
+    def wrong(grid: list[Any], model: Model) -> Gradients:
+        first = {name: torch.cat([own[name].grad for own in grid[0]]) for name in vectors(model)}
+        return {**right(grid, model), **first}
+
+    def vectors(model: Model) -> list[str]:
+        return [name for name, weight in model.weights.items() if weight.ndim == 1]
+
+    right = tensor_parallel_2d.join_gradients
+    patch.setattr(tensor_parallel_2d, "join_gradients", wrong)
+    return STRATEGIES["tp 2x2"]
+
+
 def average_over_dp(patch: pytest.MonkeyPatch) -> Strategy:
     patch.setattr(data_parallel, "all_reduce", lambda partial: torch.stack(partial).mean(dim=0))
     return STRATEGIES["dp2"]
@@ -201,6 +234,17 @@ def shards_in_the_wrong_order(patch: pytest.MonkeyPatch) -> Strategy:
     return STRATEGIES["zero dp2"]
 
 
+def only_the_last_microbatch_is_kept(patch: pytest.MonkeyPatch) -> Strategy:
+    patch.setattr(zero, "added", lambda _, new: new)
+    return STRATEGIES["zero 2 dp4, accumulation 4"]
+
+
+def ranks_own_each_others_rows(patch: pytest.MonkeyPatch) -> Strategy:
+    right = zero.reduce_scatter
+    patch.setattr(zero, "reduce_scatter", lambda whole: right(whole)[::-1])
+    return STRATEGIES["zero 1 dp2, accumulation 4"]
+
+
 def tied_gradient_of_one_stage(patch: pytest.MonkeyPatch) -> Strategy:
     def wrong(ranks: list[Any], model: Model) -> Gradients:
         del ranks[-1].weights["token_embedding.weight"]
@@ -220,9 +264,14 @@ def tied_gradient_of_one_stage(patch: pytest.MonkeyPatch) -> Strategy:
         every_rank_drops_as_the_first,
         every_rank_drops_attention_as_the_first,
         norm_gradients_of_one_rank,
+        products_of_one_column,
+        every_column_drops_as_the_first,
+        vector_gradients_of_one_row,
         average_over_dp,
         loss_divided_by_local_tokens,
         shards_in_the_wrong_order,
+        only_the_last_microbatch_is_kept,
+        ranks_own_each_others_rows,
         tied_gradient_of_one_stage,
     ],
 )
@@ -245,10 +294,11 @@ def test_vocabulary_is_split_as_torch_chunk_does(vocabulary: int) -> None:
     assert torch.equal(torch.cat(own), model.weights["token_embedding.weight"])
 
 
-def test_large_logits_do_not_overflow() -> None:
+@pytest.mark.parametrize("page", [tensor_parallel, tensor_parallel_2d])
+def test_large_logits_do_not_overflow(page: Any) -> None:
     logits = 1e4 * torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).double()
     labels = torch.tensor([[0, 3, 7], [-100, 4, 1]])
-    found = tensor_parallel.loss_sum(list(logits.split(3, dim=-1)), labels)
+    found = page.loss_sum(list(logits.split(3, dim=-1)), labels)
     torch.testing.assert_close(found, training.loss_sum(logits, labels), rtol=1e-14, atol=0)
 
 
@@ -258,8 +308,18 @@ def test_sequence_parallel_refuses_uneven_tokens() -> None:
         sequence_parallel.loss_and_gradients(make_model(), tokens[:, :7], labels[:, :7], tp=2)
 
 
+def test_a_grid_refuses_what_does_not_divide() -> None:
+    tokens, labels = make_batch()
+    with pytest.raises(ValueError, match="7 sequences cannot be cut into 2 equal parts"):
+        tensor_parallel_2d.loss_and_gradients(make_model(), tokens[:7], labels[:7], q=2)
+    tokens, labels = make_batch(vocab_size=5)
+    with pytest.raises(ValueError, match="vocabulary 5 is too small for 4 parts"):
+        tensor_parallel_2d.loss_and_gradients(make_model(vocab_size=5), tokens, labels, q=4)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("optimizer", "dp"), [("adamw", 2), ("adamw", 16), ("sgd", 4)])
-def test_zero_trains_as_one_device(optimizer: str, dp: int) -> None:
+def test_zero_trains_as_one_device(optimizer: str, dp: int, stage: int) -> None:
     options = make_model(dropout=0.1).options
     how = TrainingOptions(
         steps=4, lr=1e-3, clip_grad=0.1, seed=3, optimizer=optimizer, dtype="float64"
@@ -268,7 +328,7 @@ def test_zero_trains_as_one_device(optimizer: str, dp: int) -> None:
     data = [make_batch(seed=1), (tokens, torch.full_like(labels, -100)), make_batch(seed=2)]
     expected = training.train(vars(options), vars(how), data)
     model = Model(options, initial_weights(options, how.seed, torch.float64))
-    run = zero.train_steps(model, data, how, dp=dp)
+    run = zero.train_steps(model, data, how, dp=dp, stage=stage, microbatches=16 // dp)
     assert run.losses == pytest.approx(expected.losses, rel=1e-12)
     assert run.gradient_norms == pytest.approx(expected.gradient_norms, rel=1e-12)
     assert run.tokens == expected.tokens
@@ -282,6 +342,29 @@ def test_zero_trains_as_one_device(optimizer: str, dp: int) -> None:
         (run.momentum, expected.momentum),
     ):
         assert not state or largest_error(found, state) <= 1e-12
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_zero_holds_what_its_table_says(dp: int) -> None:
+    """In elements, where dp divides every number of rows: the 64 of the vocabulary and others."""
+    model = make_model(vocab_size=64)
+    all_of_it = sum(weight.numel() for weight in model.weights.values())
+    tokens, labels = make_batch(64)
+    how = TrainingOptions(steps=1, lr=1e-3, seed=3, dtype="float64")
+    part = all_of_it // dp
+    for stage, weights, gradients in (
+        (1, all_of_it, all_of_it),
+        (2, all_of_it, part),
+        (3, part, part),
+    ):
+        ranks = zero.start(model.weights, dp, stage)
+        pieces = zero.pieces_of(tokens, labels, None, dp, 2)
+        _, owned = zero.STAGES[stage](ranks, model.options, pieces, 1)
+        zero.optimizer_step(ranks, owned, 1.0, how, 1e-3, stage)
+        for rank in ranks:
+            assert sum(x.numel() for x in rank.weights.values()) == weights
+            assert sum(x.numel() for x in rank.gradients.values()) == gradients
+            assert sum(x.numel() for x in rank.state.exp_avg.values()) == part
 
 
 def test_zero_cuts_rows_and_leaves_the_last_ranks_fewer() -> None:

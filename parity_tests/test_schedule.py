@@ -14,11 +14,11 @@ from dtensor_llm.planner.schedule import (
     peak_live,
     simulate,
 )
-from dtensor_llm.planner.schedules.actions import Schedule, parse_step, step_text
-from dtensor_llm.planner.schedules.check import sweep
-from dtensor_llm.planner.schedules.closed_forms import SPLIT, idle_time, live_microbatches
-from dtensor_llm.planner.schedules.comparison import compare
-from dtensor_llm.planner.schedules.torch_orders import (
+from dtensor_llm.planner.timelines.comparison import compare
+from dtensor_llm.schedules.actions import Schedule, parse_step, step_text
+from dtensor_llm.schedules.check import sweep
+from dtensor_llm.schedules.closed_forms import SPLIT, idle_time, live_microbatches
+from dtensor_llm.schedules.torch_orders import (
     LOOP,
     NAMES,
     ONE_STAGE,
@@ -198,7 +198,7 @@ def test_only_what_torch_refuses_is_refused(name: str, monkeypatch: pytest.Monke
             for v in (1, 2, 3) if name not in ONE_STAGE else (1,):
                 sizes = {"num_ranks": p, "num_microbatches": m, "stages_per_rank": v}
                 ours[p, m, v] = refusal(name, **sizes)
-    monkeypatch.setattr("dtensor_llm.planner.schedules.torch_orders.refusal", lambda *_, **__: None)
+    monkeypatch.setattr("dtensor_llm.schedules.torch_orders.refusal", lambda *_, **__: None)
     for (p, m, v), problem in ours.items():
         try:
             make_schedule(name, num_ranks=p, num_microbatches=m, stages_per_rank=v)

@@ -10,10 +10,10 @@ import pytest
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from dtensor_llm.planner.schedule import Times, simulate
-from dtensor_llm.planner.schedules.actions import Schedule, Step, parse_step, step_text
-from dtensor_llm.planner.schedules.check import ScheduleError, grid, sweep
-from dtensor_llm.planner.schedules.csv_files import read_csv, write_csv
-from dtensor_llm.planner.schedules.torch_orders import (
+from dtensor_llm.schedules.actions import Schedule, Step, parse_step, step_text
+from dtensor_llm.schedules.check import ScheduleError, grid, sweep
+from dtensor_llm.schedules.csv_files import read_csv, write_csv
+from dtensor_llm.schedules.torch_orders import (
     NAMES,
     default_stages_per_rank,
     make_schedule,

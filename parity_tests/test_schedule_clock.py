@@ -14,8 +14,8 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from dtensor_llm.planner.schedule import Span, Times, simulate
-from dtensor_llm.planner.schedules.actions import Action, Schedule
-from dtensor_llm.planner.schedules.torch_orders import (
+from dtensor_llm.schedules.actions import Action, Schedule
+from dtensor_llm.schedules.torch_orders import (
     LOOP,
     NAMES,
     ONE_STAGE,

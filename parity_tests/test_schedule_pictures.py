@@ -9,12 +9,12 @@ from xml.etree import ElementTree as xml
 import pytest
 
 from dtensor_llm.planner.schedule import Span, Timeline, Times, simulate
-from dtensor_llm.planner.schedules.actions import parse_action
-from dtensor_llm.planner.schedules.csv_files import read_csv
-from dtensor_llm.planner.schedules.draw_svg import COLORS, LEFT, draw_svg
-from dtensor_llm.planner.schedules.draw_text import draw_text
-from dtensor_llm.planner.schedules.draw_trace import draw_trace
-from dtensor_llm.planner.schedules.torch_orders import NAMES, make_schedule
+from dtensor_llm.planner.timelines.draw_svg import COLORS, LEFT, draw_svg
+from dtensor_llm.planner.timelines.draw_text import draw_text
+from dtensor_llm.planner.timelines.draw_trace import draw_trace
+from dtensor_llm.schedules.actions import parse_action
+from dtensor_llm.schedules.csv_files import read_csv
+from dtensor_llm.schedules.torch_orders import NAMES, make_schedule
 from parity_tests.harness import Script
 
 SCRIPT = "show_schedule.py"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from dtensor_llm.planner.schedule import live
-from dtensor_llm.planner.schedules.actions import Action, Schedule
-from dtensor_llm.planner.schedules.torch_orders import (
+from dtensor_llm.schedules.actions import Action, Schedule
+from dtensor_llm.schedules.torch_orders import (
     LOOP,
     NAMES,
     ONE_STAGE,

@@ -1,7 +1,10 @@
-"""ZeRO stage 3: equal to its reference and to one device, on uneven shards; memory is divided."""
+"""ZeRO: every stage equal to its reference and to one device, on uneven shards and in pipelines."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from dtensor_llm.buckets import Bucket
 from dtensor_llm.model import GPT
 from dtensor_llm.parallel import zero
-from dtensor_llm.plan import local_tensor
+from dtensor_llm.plan import Part, local_tensor
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
 from parity_tests.harness import (
@@ -27,49 +31,97 @@ from reference import zero as reference
 from reference.model import Model, ModelOptions, initial_weights
 from reference.training import TrainingOptions, options_from
 
+STAGES = [1, 2, 3]
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
+
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("dp", [2, 4])
-def test_gradients_equal_its_reference(dp: int) -> None:
-    config = small_config(f"1x1x{dp}", dropout=0.1)
-    report = strategy_parity(config, partial(reference.loss_and_gradients, dp=dp))
+def test_gradients_equal_its_reference(dp: int, stage: int) -> None:
+    config = small_config(f"1x1x{dp}", zero=stage, micro_batch_size=1, dropout=0.1)
+    strategy = partial(
+        reference.loss_and_gradients, dp=dp, stage=stage, microbatches=config.microbatches
+    )
+    report = strategy_parity(config, strategy)
     assert report.passed, report
 
 
-def test_training_equals_its_reference() -> None:
-    """AdamW on the shards of the reference against AdamW on those of the mesh."""
-    config = small_config("1x1x4")
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_equals_its_reference(stage: int) -> None:
+    """AdamW on the rows of the reference against AdamW on those of the mesh."""
+    config = small_config("1x1x4", zero=stage, micro_batch_size=1)
     options = options_from(ModelOptions, dataclasses.asdict(config.model))
     how = options_from(TrainingOptions, dataclasses.asdict(config.train))
     model = Model(options, initial_weights(options, config.train.seed, torch.float64))
     batches = [batches_for(config).batch(step) for step in range(config.train.steps)]
-    run = reference.train_steps(model, [(b.tokens, b.labels) for b in batches], how, dp=4)
+    pairs = [(b.tokens, b.labels) for b in batches]
+    run = reference.train_steps(
+        model, pairs, how, dp=4, stage=stage, microbatches=config.microbatches
+    )
     report = parity_with(config, run)
     assert report.passed, report
 
 
+@pytest.mark.parametrize("zero", STAGES)
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("mesh", ["1x1x2", "1x1x8", "dp_replicate=2,dp_shard=2", "2x1x2"])
-def test_equals_one_device(mesh: str, family: dict[str, object]) -> None:
-    report = parity(small_config(mesh, micro_batch_size=1, **family))
+def test_equals_one_device(mesh: str, family: dict[str, object], zero: int) -> None:
+    report = parity(small_config(mesh, zero=zero, micro_batch_size=1, **family))
     assert report.passed, report
 
 
-def test_every_element_has_one_owner() -> None:
-    """Weights and moments at rest divide by dp: the local numels add up to the model's."""
-    config = small_config("1x1x4")
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("mesh", ["1x2x2", "2x2x2", "pp=2,dp_replicate=2,dp_shard=2"])
+@pytest.mark.parametrize(("zero", "defer_reduce"), [(1, False), (2, False), (2, True), (3, True)])
+def test_equals_one_device_in_a_pipeline(
+    mesh: str, zero: int, defer_reduce: bool, schedule: str
+) -> None:
+    config = small_config(
+        mesh, zero=zero, defer_reduce=defer_reduce, schedule=schedule, micro_batch_size=1
+    )
+    report = parity(config)
+    assert report.passed, report
 
-    def main(world: World) -> tuple[int, int]:
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("mesh", ["1x1x2", "dp_replicate=2", "dp_replicate=2,dp_shard=2", "2x1x2"])
+def test_deferred_reduction_equals_one_device(mesh: str, zero: int) -> None:
+    report = parity(small_config(mesh, zero=zero, defer_reduce=True, micro_batch_size=1))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("zero", [0, *STAGES])
+def test_stages_stay_equal_over_20_steps(zero: int, optimizer: str) -> None:
+    config = small_config("1x1x2", zero=zero, optimizer=optimizer, steps=20, micro_batch_size=1)
+    assert config.microbatches == 4 and config.train.lr == 1e-3
+    report = parity(config)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("mesh", ["1x1x4", "2x1x2", "1x2x2"])
+def test_every_element_has_one_owner(mesh: str, zero: int) -> None:
+    """What is reduced and updated divides by dp: no element is left out, and none is twice."""
+    config = small_config(mesh, zero=zero, tied_embeddings=False)
+
+    def main(world: World) -> list[tuple[str, Part]]:
         trainer = Trainer(config, world)
         batch = batches_for(config).batch(0, trainer.samples)
         trainer.step(0, batch.tokens, batch.labels)
-        shards = trainer.optimizer.shards
-        states = [trainer.optimizer.state(name) for name in shards]
-        moments = sum(s[key].numel() for s in states for key in ("exp_avg", "exp_avg_sq") if s)
-        return sum(shard.numel() for shard in shards.values()), moments
+        owned = trainer.optimizer.owned
+        for name, part in owned.items():
+            state = trainer.optimizer.state(name)
+            for x in (trainer.optimizer.shards[name], *(state[key] for key in MOMENTS if state)):
+                assert x.shape == torch.Size(s.stop - s.start for s in part.where)
+        return [(name, part) for name, part in owned.items() if trainer.counts_here(name, part)]
 
-    owned = threads.run(4, main, timeout=SECONDS)
-    assert sum(weights for weights, _ in owned) == config.model.num_parameters
-    assert sum(moments for _, moments in owned) == 2 * config.model.num_parameters
+    counted = {}
+    for name, part in chain(*threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)):
+        counts = counted.setdefault(name, torch.zeros(part.shape))
+        counts[part.where] += 1
+    assert sum(counts.numel() for counts in counted.values()) == config.model.num_parameters
+    assert all((counts == 1).all() for counts in counted.values())
 
 
 def is_sharded(block: nn.Module) -> bool:
@@ -108,10 +160,10 @@ def test_blocks_get_their_memory_one_after_another(monkeypatch: pytest.MonkeyPat
         model = GPT(small_config(layers=3).model)
     without_memory: list[list[str]] = []
 
-    def record(module: nn.Module, *, mesh: DeviceMesh) -> FSDPModule:
+    def record(module: nn.Module, *, mesh: DeviceMesh, **options: Any) -> FSDPModule:
         blocks = model.blocks.items()
         without_memory.append([n for n, b in blocks if any(p.is_meta for p in b.parameters())])
-        return fully_shard(module, mesh=mesh)
+        return fully_shard(module, mesh=mesh, **options)
 
     def main(world: World) -> None:
         mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp_shard",))
@@ -120,6 +172,68 @@ def test_blocks_get_their_memory_one_after_another(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(zero, "fully_shard", record)
     threads.run(1, main, timeout=SECONDS)
     assert without_memory == [["1", "2"], ["2"], [], []]
+
+
+def local_gradients(trainer: Trainer) -> list[int]:
+    """Elements of the gradients that the parameters hold, before each microbatch of a step."""
+    weights = trainer.optimizer.weights.values()
+    held: list[int] = []
+
+    def record(*_: object) -> None:
+        gradients = [local_tensor(w.grad) for w in weights if w.grad is not None]
+        held.append(sum(x.numel() for x in gradients))
+
+    trainer.model.register_forward_pre_hook(record)
+    batch = batches_for(trainer.config).batch(0, trainer.samples)
+    trainer.compute_gradients(0, batch.tokens, batch.labels)
+    return held
+
+
+@pytest.mark.parametrize(
+    ("zero", "defer_reduce", "share"),
+    [(1, False, 1.0), (2, False, 0.0), (2, True, 1.0), (3, False, 0.5), (3, True, 0.0)],
+)
+def test_gradients_held_by_parameters_between_microbatches(
+    zero: int, defer_reduce: bool, share: float
+) -> None:
+    """Stage 1 holds them whole, stage 2 not at all: it adds up rows, apart. Stage 3 has rows; when
+    deferred, torch holds whole ones where no parameter shows them."""
+    sizes = {"vocab_size": 62, "micro_batch_size": 1}
+    config = small_config("1x1x2", zero=zero, defer_reduce=defer_reduce, **sizes)
+    held = threads.run(2, lambda world: local_gradients(Trainer(config, world)), timeout=SECONDS)
+    assert held == [[0, *[int(share * config.model.num_parameters)] * 3]] * 2
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x2"])
+def test_reductions_begin_before_the_backward_pass_ends(mesh: str, zero: int) -> None:
+    """A block's message leaves while the gradients of the blocks before are still to come."""
+    config = small_config(mesh, zero=zero, micro_batch_size=1, layers=4)
+
+    def main(world: World) -> None:
+        trainer = Trainer(config, world)
+        buckets = trainer.optimizer.buckets.buckets
+        arrived: list[list[int]] = []
+
+        def watched(bucket: Bucket) -> Callable[[], None]:
+            reduce = bucket.reduce
+
+            def record() -> None:
+                arrived.append([other.num_arrived for other in buckets])
+                reduce()
+
+            return record
+
+        for bucket in buckets:
+            bucket.reduce = watched(bucket)  # type: ignore[method-assign] # for this test
+        batch = batches_for(config).batch(0, trainer.samples)
+        trainer.compute_gradients(0, batch.tokens, batch.labels)
+        total = [config.microbatches * len(bucket.weights) for bucket in buckets]
+        assert len(arrived) == len(buckets) * (config.microbatches if zero == 2 else 1)
+        assert all(seen != total for seen in arrived[:-1])
+        assert arrived[-1] == total
+
+    threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)
 
 
 def test_every_microbatch_reduces_its_gradients() -> None:

@@ -98,27 +98,34 @@ class Dropout:
         """The same masks from another sequence on, counted from the present first one."""
         return replace(self, first_sample=self.first_sample + sample)
 
-    def __call__(self, x: Tensor, site: str, rate: float, part: tuple[int, int] = (0, 1)) -> Tensor:
+    def __call__(
+        self, x: Tensor, site: str, rate: float, part: tuple[int, int] = (0, 1), dim: int = 1
+    ) -> Tensor:
         """Drop elements of x at a site.
 
         Args:
             x: b t d, or b h t s.
             site: the name of the place, a stream of random numbers.
             rate: the fraction to drop.
-            part: (index, count) when x is one of `count` equal pieces along dim 1: of the tokens
-                of b t d, of the heads of b h t s.
+            part: (index, count) when x is one of `count` equal pieces along a dim.
+            dim: which: 1 are the tokens of b t d, the heads of b h t s; 2 the entries of b t d.
         """
         index, count = part
-        shape = (len(x), count * x.shape[1], *x.shape[2:])
+        shape = (*x.shape[:dim], count * x.shape[dim], *x.shape[dim + 1 :])
         mask = random_numbers.keep_mask(self.seed, site, self.step, rate, self.first_sample, shape)
-        return x * mask.chunk(count, dim=1)[index].to(x.dtype)
+        return x * mask.chunk(count, dim)[index].to(x.dtype)
 
 
 def drop(
-    x: Tensor, site: str, rate: float, dropout: Dropout | None, part: tuple[int, int] = (0, 1)
+    x: Tensor,
+    site: str,
+    rate: float,
+    dropout: Dropout | None,
+    part: tuple[int, int] = (0, 1),
+    dim: int = 1,
 ) -> Tensor:
     """Apply dropout where there is any; None means evaluation."""
-    return x if dropout is None or rate == 0 else seen(site, dropout(x, site, rate, part))
+    return x if dropout is None or rate == 0 else seen(site, dropout(x, site, rate, part, dim))
 
 
 def parameter_shapes(options: ModelOptions) -> dict[str, tuple[int, ...]]:
@@ -252,9 +259,22 @@ def attention_heads(
         dropout: None in evaluation.
         part: (index, count) of that part among the equal parts of all heads.
     """
+    q, k, v = (linear(weights, f"{name}.{role}", x) for role in ("query", "key", "value"))
+    return mix(name, q, k, v, options, dropout, part)
+
+
+def mix(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: ModelOptions,
+    dropout: Dropout | None,
+    part: tuple[int, int] = (0, 1),
+) -> Tensor:
+    """Attention between projections: b t (h k), b t (g k), b t (g k) to b t (h k); see above."""
     q, k, v = (
-        rearrange(linear(weights, f"{name}.{role}", x), "b t (h k) -> b h t k", k=options.head_size)
-        for role in ("query", "key", "value")
+        rearrange(x, "b t (h k) -> b h t k", k=options.head_size) for x in (query, key, value)
     )
     if options.positions == "rope":
         q, k = rotate(q, options.rope_theta), rotate(k, options.rope_theta)

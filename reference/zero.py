@@ -1,31 +1,49 @@
-"""ZeRO stage 3: data parallelism whose ranks share out the weights, gradients and optimizer state.
+"""ZeRO: data parallelism whose ranks share out optimizer state, then gradients, then weights.
 
-1. Data parallelism keeps dp equal copies of everything. Keep one: each rank owns 1/dp of each
-   weight, of its gradient and of its two Adam moments.
-2. Before a block is used, all-gather its weights; after use, free them. Backward gathers once more.
-3. The block's gradients are reduce-scattered at once: summed over the ranks, each gets its shard.
-4. The update works on each element by itself, so a shard is updated where it lies.
+1. Data parallelism keeps dp equal copies of everything. Stage 1 shares out what the optimizer
+   remembers: each rank updates 1/dp of each weight, so it needs 1/dp of the moments and of the
+   summed gradients. Afterwards the ranks give each other the updated rows.
+2. Stage 2 frees a whole gradient as soon as it is summed: after every microbatch a rank keeps the
+   rows it owns, and adds up those. Stage 1 adds up whole gradients and sums them over ranks once.
+3. Stage 3 shares out the weights too. Before a block is used, all-gather its weights; after use,
+   free them. Backward gathers once more, and its gradients are reduce-scattered at once.
+4. The update works on each element by itself, so rows are updated where they lie.
    Only the gradient norm needs the other ranks: one number, summed before the root is taken.
 
 Paper: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5; Zhao et al., "PyTorch FSDP", arXiv
 2304.11277, section 3. Shards here are rows (dim 0), as in FSDP2.
 
-    on each rank      stage 0 (data parallel)   stage 1    stage 2    stage 3
-    weights           all                       all        all        1/dp
-    gradients         all                       all        1/dp       1/dp
-    Adam's moments    all                       1/dp       1/dp       1/dp
+    on each rank, between two microbatches    stage 0    stage 1    stage 2    stage 3
+    weights                                   all        all        all        1/dp
+    gradients                                 all        all        1/dp       1/dp
+    Adam's moments                            all        1/dp       1/dp       1/dp
 
-    all-gather of each weight on dp          stage 3: 1 before forward, 1 before backward
-    reduce-scatter of each gradient on dp    1 after backward
-    all-reduce of 1 number on dp             valid labels; loss; squared norm
+    collectives of a step on dp, m microbatches     stage 1    stage 2    stage 3
+    all-gather of each weight                       1          1          2 m: forward, backward
+    reduce-scatter of each gradient                 1          m          m
+    all-reduce of 1 number                          valid labels; loss; squared norm
 
-Gathering is concatenation. Its gradient hands each rank its own rows, and as the losses of all
-ranks reach the shards, their sums: that is the reduce-scatter. (This page keeps gathered weights
-until backward has used them; freeing them is what a real rank gains.)
+Three choices change when and where, and no number, so that this page is the reference for them too:
+
+    free gathered weights after forward   gathered twice, one block at a time whole
+    ... or keep them                      gathered once, at the end of forward all blocks whole
+    gather some blocks ahead              the same bytes, sooner: so many blocks more are whole
+    offload the optimizer                 moments, and a copy of shards and gradients, on the host:
+                                          each step, gradients go out and weights come in
+    offload the weights                   shards of all three on the host: in for each gathering,
+                                          out for each reduction
+
+An offloaded `update` is the one below: it takes each element by itself, wherever that lies (Ren et
+al., ZeRO-Offload, arXiv 2101.06840, section 4.1).
+
+Stage 3 here lets autograd do it: gathering is concatenation. Its gradient hands each rank its own
+rows, and as the losses of all ranks reach the shards, their sums: that is the reduce-scatter. (This
+page keeps gathered weights until backward has used them; freeing them is what a real rank gains.)
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -37,6 +55,7 @@ from reference.model import (
     Weights,
     block,
     embed,
+    forward,
     head,
     loss_sum,
     num_valid,
@@ -58,86 +77,215 @@ from reference.training import (
 )
 
 Ranks = list[Weights]
+Piece = tuple[Tensor, Tensor, Dropout | None]  # tokens, labels, dropout
+
+
+@dataclass
+class Rank:
+    """What one rank holds between two microbatches.
+
+    Args:
+        weights: all rows, or in stage 3 the rank's own.
+        gradients: all rows in stage 1, else the rank's own.
+        state: of the rank's own rows.
+    """
+
+    weights: Weights
+    gradients: Gradients = field(default_factory=dict)
+    state: OptimizerState = field(default_factory=OptimizerState)
 
 
 def loss_and_gradients(
-    model: Model, tokens: Tensor, labels: Tensor, dropout: Dropout | None = None, *, dp: int
+    model: Model,
+    tokens: Tensor,
+    labels: Tensor,
+    dropout: Dropout | None = None,
+    *,
+    dp: int,
+    stage: int = 3,
+    microbatches: int = 1,
 ) -> tuple[float, Gradients]:
     """The mean loss of the global batch and its gradient, computed by dp ranks.
 
     Args:
         model: whole weights.
-        tokens: b t of the global batch; dp must divide b.
+        tokens: b t of the global batch; dp x microbatches must divide b.
         labels: b t, -100 ignored.
         dropout: None in evaluation.
         dp: number of ranks.
+        stage: 1, 2 or 3.
+        microbatches: accumulation steps of each rank.
     """
-    ranks = shard(model.weights, dp)
-    loss, gradients = sharded_loss_and_gradients(ranks, model.options, tokens, labels, dropout)
+    ranks = start(model.weights, dp, stage)
+    pieces = pieces_of(tokens, labels, dropout, dp, microbatches)
+    loss, gradients = STAGES[stage](ranks, model.options, pieces, max(1, num_valid(labels)))
     return loss, gather(gradients)
 
 
-def train_steps(model: Model, batches: Sequence[Batch], how: TrainingOptions, *, dp: int) -> Run:
-    """The training loop with all state in shards; the run that comes back has whole tensors.
+def train_steps(
+    model: Model,
+    batches: Sequence[Batch],
+    how: TrainingOptions,
+    *,
+    dp: int,
+    stage: int = 3,
+    microbatches: int = 1,
+) -> Run:
+    """The training loop of dp ranks; the run that comes back has whole tensors.
 
     Args:
         model: whole initial weights.
-        batches: for each step tokens and labels, b t; dp must divide b.
+        batches: for each step tokens and labels, b t; dp x microbatches must divide b.
         how: the training options.
         dp: number of ranks.
+        stage: 1, 2 or 3.
+        microbatches: accumulation steps of each rank.
     """
-    ranks = shard(model.weights, dp)
-    states = [OptimizerState() for _ in ranks]
+    ranks = start(model.weights, dp, stage)
     run = Run(weights={})
     for step, (tokens, labels) in enumerate(batches):
-        dropout = Dropout(how.seed, step)
-        loss, gradients = sharded_loss_and_gradients(ranks, model.options, tokens, labels, dropout)
+        pieces = pieces_of(tokens, labels, Dropout(how.seed, step), dp, microbatches)
+        loss, gradients = STAGES[stage](ranks, model.options, pieces, max(1, num_valid(labels)))
         norm = math.sqrt(sum(gradient_norm(own) ** 2 for own in gradients))
         run.losses.append(loss)
         run.tokens.append(num_valid(labels))
         run.gradient_norms.append(norm)
         run.learning_rates.append(learning_rate(how, step))
         if run.tokens[-1] > 0:
-            for own, own_gradients, state in zip(ranks, gradients, states, strict=True):
-                clip(own_gradients, norm, how.clip_grad)
-                update(own, own_gradients, state, how, run.learning_rates[-1])
-    run.weights = gather(ranks)
-    run.optimizer.exp_avg = gather([state.exp_avg for state in states])
-    run.optimizer.exp_avg_sq = gather([state.exp_avg_sq for state in states])
-    run.optimizer.momentum = gather([state.momentum for state in states])
+            optimizer_step(ranks, gradients, norm, how, run.learning_rates[-1], stage)
+    run.weights = gather([rank.weights for rank in ranks]) if stage == 3 else ranks[0].weights
+    run.optimizer.exp_avg = gather([rank.state.exp_avg for rank in ranks])
+    run.optimizer.exp_avg_sq = gather([rank.state.exp_avg_sq for rank in ranks])
+    run.optimizer.momentum = gather([rank.state.momentum for rank in ranks])
     run.tensors_at[len(batches) - 1] = state_of(run)
     return run
 
 
+def start(weights: Weights, dp: int, stage: int) -> list[Rank]:
+    """What the ranks hold before the first step."""
+    held = shard(weights, dp) if stage == 3 else [leaves(weights) for _ in range(dp)]
+    return [Rank({name: w.detach() for name, w in own.items()}) for own in held]
+
+
+def pieces_of(
+    tokens: Tensor, labels: Tensor, dropout: Dropout | None, dp: int, microbatches: int
+) -> list[list[Piece]]:
+    """[rank][microbatch]"""
+    shares = split_batch(tokens, labels, dropout, dp)
+    return [list(split_batch(*share, microbatches)) for share in shares]
+
+
+def stage_1(
+    ranks: list[Rank], options: ModelOptions, pieces: list[list[Piece]], total: int
+) -> tuple[float, list[Gradients]]:
+    """Whole gradients add up over the microbatches; then one reduce-scatter."""
+    loss = 0.0
+    for rank, own in zip(ranks, pieces, strict=True):
+        rank.gradients = {name: torch.zeros_like(w) for name, w in rank.weights.items()}
+        for piece in own:
+            part, gradients = backward(rank.weights, options, piece, total)
+            rank.gradients = added(rank.gradients, gradients)
+            loss += part
+    return loss, reduce_scatter([rank.gradients for rank in ranks])
+
+
+def stage_2(
+    ranks: list[Rank], options: ModelOptions, pieces: list[list[Piece]], total: int
+) -> tuple[float, list[Gradients]]:
+    """A reduce-scatter after each microbatch; the owners' rows add up, and nothing else is kept."""
+    loss = 0.0
+    for rank, rows in zip(ranks, shard(ranks[0].weights, len(ranks)), strict=True):
+        rank.gradients = {name: torch.zeros_like(w) for name, w in rows.items()}
+    for of_all_ranks in zip(*pieces, strict=True):
+        whole = []
+        for rank, piece in zip(ranks, of_all_ranks, strict=True):
+            part, gradients = backward(rank.weights, options, piece, total)
+            whole.append(gradients)
+            loss += part
+        for rank, rows in zip(ranks, reduce_scatter(whole), strict=True):
+            rank.gradients = added(rank.gradients, rows)
+    return loss, [rank.gradients for rank in ranks]
+
+
+def stage_3(
+    ranks: list[Rank], options: ModelOptions, pieces: list[list[Piece]], total: int
+) -> tuple[float, list[Gradients]]:
+    """Each rank gathers what it computes with; gradients reach the owners' rows through that."""
+    shards = [leaves(rank.weights) for rank in ranks]
+    loss = 0.0
+    for own in pieces:
+        for tokens, labels, dropout in own:
+            logits = rank_forward(shards, options, tokens, dropout)
+            part = loss_sum(logits, labels) / total
+            part.backward()
+            loss += part.item()
+    for rank, rows in zip(ranks, shards, strict=True):
+        rank.gradients = gradients_of_leaves(rows)
+    return loss, [rank.gradients for rank in ranks]
+
+
+Stage = Callable[[list[Rank], ModelOptions, list[list[Piece]], int], tuple[float, list[Gradients]]]
+STAGES: dict[int, Stage] = {1: stage_1, 2: stage_2, 3: stage_3}
+"""Each gives the loss and, for each rank, the summed gradients of the rows that it owns."""
+
+
+def optimizer_step(
+    ranks: list[Rank],
+    gradients: list[Gradients],
+    norm: float,
+    how: TrainingOptions,
+    lr: float,
+    stage: int,
+) -> None:
+    """Every rank updates its rows; where weights are whole, all-gather them after that."""
+    dp = len(ranks)
+    for index, (rank, own) in enumerate(zip(ranks, gradients, strict=True)):
+        clip(own, norm, how.clip_grad)
+        rows = rank.weights if stage == 3 else rows_of(rank.weights, index, dp)
+        update(rows, own, rank.state, how, lr)
+    if stage < 3:
+        updated = [rows_of(rank.weights, index, dp) for index, rank in enumerate(ranks)]
+        for rank in ranks:
+            rank.weights = gather(updated)
+
+
+def backward(
+    weights: Weights, options: ModelOptions, piece: Piece, total: int
+) -> tuple[float, Gradients]:
+    """A microbatch's part of the loss and of the gradients, on a rank with whole weights."""
+    tokens, labels, dropout = piece
+    own = leaves(weights)
+    part = loss_sum(forward(Model(options, own), tokens, dropout), labels) / total
+    part.backward()
+    return part.item(), gradients_of_leaves(own)
+
+
+def added(a: Gradients, b: Gradients) -> Gradients:
+    return {name: a[name] + b[name] for name in a}
+
+
+def reduce_scatter(whole: list[Gradients]) -> list[Gradients]:
+    """Each rank's rows of the sum over all ranks."""
+    total = {name: torch.stack([own[name] for own in whole]).sum(dim=0) for name in whole[0]}
+    return shard(total, len(whole))
+
+
 def shard(weights: Weights, dp: int) -> Ranks:
     """Each rank's rows of each weight: ceil(rows / dp), the last ones fewer, even none."""
-    ranks: Ranks = [{} for _ in range(dp)]
-    for name, weight in weights.items():
-        rows = math.ceil(len(weight) / dp)
-        for rank, own in enumerate(ranks):
-            own[name] = weight[rank * rows : (rank + 1) * rows].clone()
-    return ranks
+    cut = [rows_of(weights, rank, dp) for rank in range(dp)]
+    return [{name: rows.clone() for name, rows in own.items()} for own in cut]
+
+
+def rows_of(weights: Weights, rank: int, dp: int) -> Weights:
+    """Views of the rows that the rank owns."""
+    cut = {name: math.ceil(len(weight) / dp) for name, weight in weights.items()}
+    return {n: weight[rank * cut[n] : (rank + 1) * cut[n]] for n, weight in weights.items()}
 
 
 def gather(ranks: Ranks, *prefixes: str) -> Weights:
     """All-gather the weights with these prefixes (default: all). Backward: reduce-scatter."""
     names = [name for name in ranks[0] if not prefixes or name.startswith(prefixes)]
     return {name: torch.cat([own[name] for own in ranks]) for name in names}
-
-
-def sharded_loss_and_gradients(
-    ranks: Ranks, options: ModelOptions, tokens: Tensor, labels: Tensor, dropout: Dropout | None
-) -> tuple[float, list[Gradients]]:
-    """The mean loss, and each rank's shards of the gradients."""
-    shards = [leaves(own) for own in ranks]
-    total = max(1, num_valid(labels))
-    loss = 0.0
-    for own_tokens, own_labels, own_dropout in split_batch(tokens, labels, dropout, len(ranks)):
-        logits = rank_forward(shards, options, own_tokens, own_dropout)
-        part = loss_sum(logits, own_labels) / total
-        part.backward()
-        loss += part.item()
-    return loss, [gradients_of_leaves(own) for own in shards]
 
 
 def rank_forward(

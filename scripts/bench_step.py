@@ -1,98 +1,171 @@
-"""Times our training step against plain PyTorch, written out below: same model, optimizer, batches.
+"""Times our training step, alone and on two ranks, against plain PyTorch (benchmark/plain.py).
 
-    python scripts/bench_step.py [--steps 15]
+    python scripts/bench_step.py [--only NAME ...] [--steps 15]
+    python scripts/bench_step.py --profile NAME      where the time of one of them goes
 
-One rank, two threads, float32: 6 layers, width 384, 6 heads, 256 tokens, 8 sequences a step,
-vocabulary 256, tied, GELU, AdamW, clip 1.0. The two alternate step by step, so that both meet the
-same weather; medians and their ratio count.
+float32: 6 layers, width 384, 6 heads, 256 tokens, 8 sequences a step, vocabulary 256, tied, GELU,
+AdamW, clip 1.0. Two processes talk over gloo, with one thread each; what one rank does, the first
+of them does with two threads, while the other sleeps. All alternate step by step, so that they meet
+the same weather: ratios are medians of the ratios round by round.
 """
 
 import argparse
+import dataclasses
+import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange
+import torch.distributed as dist
+from benchmark.plain import Step, plain_ddp_step, plain_fsdp_step, plain_step
 from tabulate import tabulate
-from torch import Tensor, nn
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from dtensor_llm.config import Config, ModelConfig, TrainConfig
+from dtensor_llm.config import Config, MeshSizes, ModelConfig, ParallelConfig, TrainConfig
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, processes
+from dtensor_llm.worlds.processes_rank import Place, close_world, open_world
 
 MODEL = ModelConfig(vocab_size=256, width=384, heads=6, layers=6, seq_len=256)
-BATCH, THREADS, WARMUP = 8, 2, 3
+BATCH, RANKS, WARMUP = 8, 2, 3
+TRAIN = TrainConfig(global_batch_size=BATCH, lr=1e-3, steps=10**6, warmup_steps=0)
+MICROBATCHES = 4  # of the pipeline
+ROWS_OF_PROFILE = 24
 
 
-class PlainAttention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.output = (nn.Linear(width, width) for _ in range(4))
-        self.heads = heads
+@dataclass(frozen=True)
+class Variant:
+    """One way to do the step.
 
-    def forward(self, x: Tensor) -> Tensor:
-        split = "b t (h k) -> b h t k"
-        q, k, v = (
-            rearrange(linear(x), split, h=self.heads)
-            for linear in (self.query, self.key, self.value)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.output(rearrange(y, "b h t k -> b t (h k)"))
+    Args:
+        make: builds it, on every rank that takes part.
+        ranks: 1, with two threads unless `threads` says otherwise, or 2 with one each.
+        threads: of each rank.
+        target: of its time over that of `one`.
+        other: name of the variant that it is compared with, ...
+        share: ... of whose time this part counts.
+        other_target: of that ratio.
+    """
 
-
-class PlainBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = PlainAttention(width, heads)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+    make: Callable[[World], Step]
+    ranks: int = RANKS
+    threads: int = 1
+    target: float | None = None
+    other: str = ""
+    share: float = 1.0
+    other_target: float | None = None
 
 
-class PlainGPT(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(c.vocab_size, c.width)
-        self.positions = nn.Embedding(c.seq_len, c.width)
-        self.blocks = nn.Sequential(*(PlainBlock(c.width, c.heads) for _ in range(c.layers)))
-        self.norm = nn.LayerNorm(c.width)
-        for p in self.parameters():
-            nn.init.normal_(p, std=0.02) if p.ndim > 1 else None
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        return F.linear(self.norm(self.blocks(x)), self.tokens.weight)
-
-
-def plain_step() -> Callable[[Tensor, Tensor], float]:
-    """The loop that everybody writes."""
-    model = PlainGPT(MODEL)
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
+def our_step(
+    world: World, train: TrainConfig = TRAIN, *, zero: int = 3, ddp: bool = False, **sizes: int
+) -> Step:
+    """`sizes` are those of mesh axes."""
+    config = Config(MODEL, train, ParallelConfig(MeshSizes(**sizes), zero=zero, ddp=ddp))
+    trainer = Trainer(config, world)
+    count = iter(range(TRAIN.steps))
 
     def step(tokens: Tensor, labels: Tensor) -> float:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        return loss.item()
+        own = trainer.samples
+        return trainer.step(next(count), tokens[own], labels[own]).loss
 
     return step
 
 
-def our_step(world: World) -> Callable[[Tensor, Tensor], float]:
-    train = TrainConfig(global_batch_size=BATCH, lr=1e-3, steps=10**6, warmup_steps=0)
-    trainer = Trainer(Config(MODEL, train), world)
-    count = iter(range(10**6))
-    return lambda tokens, labels: trainer.step(next(count), tokens, labels).loss
+# A pipeline of p stages idles for (p-1) of (m+p-1) microbatches; the work is 1/p of one rank's.
+PIPELINED = dataclasses.replace(TRAIN, micro_batch_size=BATCH // MICROBATCHES)
+IDEAL_PIPELINE = (MICROBATCHES + RANKS - 1) / (MICROBATCHES * RANKS)
+
+ONE = "one"
+VARIANTS: dict[str, Variant] = {
+    "plain": Variant(partial(plain_step, MODEL), ranks=1, threads=2),
+    ONE: Variant(our_step, ranks=1, threads=2, other="plain"),
+    "one-thread": Variant(our_step, ranks=1),
+    "plain-ddp": Variant(partial(plain_ddp_step, MODEL)),
+    "dp": Variant(
+        partial(our_step, dp_shard=2, zero=0), target=1.0, other="plain-ddp", other_target=1.03
+    ),
+    "ddp": Variant(
+        partial(our_step, dp_shard=2, zero=0, ddp=True),
+        target=1.0,
+        other="plain-ddp",
+        other_target=1.03,
+    ),
+    "plain-fsdp": Variant(partial(plain_fsdp_step, MODEL)),
+    "fsdp": Variant(
+        partial(our_step, dp_shard=2), target=1.05, other="plain-fsdp", other_target=1.03
+    ),
+    "tp": Variant(partial(our_step, tp=2), target=1.15),
+    "pp": Variant(
+        partial(our_step, train=PIPELINED, pp=2), other="one-thread", share=IDEAL_PIPELINE
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one step: on the clock, of the main thread, and of the process."""
+
+    wall: float
+    main_thread: float
+    process: float
+
+
+def main() -> int:
+    asked = arguments()
+    place = processes.read_place()
+    if place.size == 1:
+        os.execv(sys.executable, [*processes.torchrun(RANKS), __file__, *sys.argv[1:]])
+    if place.size != RANKS:
+        processes.refuse(
+            f"{place.size} processes were started; this takes {RANKS}, or one to start"
+        )
+    names = [asked.profile] if asked.profile else with_others(asked.only or VARIANTS)
+    variants = {name: VARIANTS[name] for name in names}
+    alone = make_alone(variants) if place.rank == 0 else {}
+    run = partial(profile_one if asked.profile else bench, variants, alone, asked.steps)
+    processes.run(run, device="cpu")
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    only = f"time these alone, and what they are compared with: {', '.join(VARIANTS)}"
+    parser.add_argument("--only", nargs="+", choices=tuple(VARIANTS), metavar="NAME", help=only)
+    parser.add_argument("--steps", type=int, default=15, help="timed steps of each (default: 15)")
+    goes = "show where the time of this step goes, and time no other"
+    parser.add_argument("--profile", choices=tuple(VARIANTS), metavar="NAME", help=goes)
+    asked = parser.parse_args()
+    if asked.steps < 1:
+        parser.error(f"--steps {asked.steps}: must be at least 1")
+    return asked
+
+
+def with_others(names: Iterable[str]) -> list[str]:
+    wanted = {ONE, *names}
+    wanted |= {VARIANTS[name].other for name in wanted}
+    return [name for name in VARIANTS if name in wanted]
+
+
+def make_alone(variants: Mapping[str, Variant]) -> dict[str, Step]:
+    """Those of one rank: built in a world of one, whose process group they need no longer."""
+    world = open_world(Place(0, 1, 0, 1), torch.device("cpu"), None, dist.HashStore())
+    try:
+        return {name: v.make(world) for name, v in variants.items() if v.ranks == 1}
+    finally:
+        close_world()
+
+
+def make_all(
+    variants: Mapping[str, Variant], alone: Mapping[str, Step], world: World
+) -> dict[str, Step]:
+    """The steps that this rank takes part in."""
+    return dict(alone) | {name: v.make(world) for name, v in variants.items() if v.ranks == RANKS}
 
 
 def batches(num: int) -> list[tuple[Tensor, Tensor]]:
@@ -102,38 +175,119 @@ def batches(num: int) -> list[tuple[Tensor, Tensor]]:
     return [(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in whole]
 
 
-def main() -> None:
-    raw = argparse.RawTextHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--steps", type=int, default=15, help="timed steps of each (default: 15)")
-    num_steps = parser.parse_args().steps
+def bench(
+    variants: Mapping[str, Variant], alone: Mapping[str, Step], num_steps: int, world: World
+) -> None:
+    steps = make_all(variants, alone, world)
+    measured: dict[str, list[Times]] = {name: [] for name in variants}
+    for index, batch in enumerate(batches(WARMUP + num_steps)):
+        for name in variants if index % 2 else reversed(list(variants)):
+            times = timed(steps.get(name), variants[name].threads, *batch)
+            if index >= WARMUP:
+                measured[name].append(times)
+    own = [[dataclasses.astuple(times) for times in measured[name]] for name in variants]
+    of_ranks = [torch.empty(len(own), num_steps, 3, dtype=torch.float64) for _ in range(RANKS)]
+    dist.all_gather(of_ranks, torch.tensor(own, dtype=torch.float64))
+    if world.rank == 0:
+        wall, _, process = torch.stack(of_ranks).unbind(dim=-1)  # rank variant step
+        slowest = dict(zip(variants, wall.amax(dim=0).tolist(), strict=True))
+        used = [process[: v.ranks, i].sum(dim=0).median() for i, v in enumerate(variants.values())]
+        print(table(variants, slowest, [1e3 * seconds.item() for seconds in used]))
+        print(waiting(variants, process[1]))
 
-    def bench(world: World) -> None:
-        torch.set_num_threads(THREADS)
-        steps = {"plain PyTorch": plain_step(), "dtensor_llm": our_step(world)}
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        for index, (tokens, labels) in enumerate(batches(WARMUP + num_steps)):
-            for name, step in steps.items() if index % 2 else reversed(steps.items()):
-                start = time.perf_counter()
-                step(tokens, labels)
-                if index >= WARMUP:
-                    seconds[name].append(time.perf_counter() - start)
-        report(seconds)
 
-    processes.run(bench, device="cpu")
+def timed(step: Step | None, threads: int, tokens: Tensor, labels: Tensor) -> Times:
+    """One step of those that take part; the others (None) wait for its end."""
+    torch.set_num_threads(threads)
+    dist.barrier()
+    start = (time.perf_counter(), time.thread_time(), time.process_time())
+    if step is not None:
+        step(tokens, labels)
+        wall = time.perf_counter() - start[0]
+        times = Times(wall, time.thread_time() - start[1], time.process_time() - start[2])
+    dist.barrier()
+    if step is None:
+        used = time.process_time() - start[2]
+        times = Times(0.0, time.thread_time() - start[1], used)
+    return times
 
 
-def report(seconds: dict[str, list[float]]) -> None:
-    plain = median(seconds["plain PyTorch"])
-    pairs = list(zip(seconds["dtensor_llm"], seconds["plain PyTorch"], strict=True))
+def table(
+    variants: Mapping[str, Variant], seconds: Mapping[str, Sequence[float]], cpu: Sequence[float]
+) -> str:
+    """`cpu` are the milliseconds of CPU time that all ranks of a step use together."""
+    rows = []
+    for (name, v), used in zip(variants.items(), cpu, strict=True):
+        own = seconds[name]
+        row = [name, f"{v.ranks} x {v.threads}", f"{1e3 * median(own):.0f}"]
+        row += [f"{1e3 * min(own):.0f}", f"{used:.0f}"]
+        row += [ratio(own, seconds[ONE]), target(v.target)]
+        if v.other:
+            share = f"{v.share:g} " if v.share != 1 else ""
+            row += [ratio(own, seconds[v.other], v.share), target(v.other_target)]
+            row += [f"{share}{v.other}"]
+        rows.append(row)
+    headers = ["step", "ranks x threads", "median ms", "least ms", "CPU ms", f"of {ONE}", "target"]
+    return tabulate(rows, [*headers, "ratio", "target", "to"], disable_numparse=True)
+
+
+def ratio(own: Sequence[float], other: Sequence[float], share: float = 1.0) -> str:
+    return f"{median(a / (share * b) for a, b in zip(own, other, strict=True)):.3f}"
+
+
+def target(value: float | None) -> str:
+    return "" if value is None else f"<= {value:.2f}"
+
+
+def waiting(variants: Mapping[str, Variant], second: Tensor) -> str:
+    """How busy the second rank was while the first worked alone: it should have slept."""
+    alone = [index for index, v in enumerate(variants.values()) if v.ranks == 1]
+    return f"CPU time of the rank that waits: {1e3 * second[alone].max():.1f} ms at most"
+
+
+def profile_one(
+    variants: Mapping[str, Variant], alone: Mapping[str, Step], num_steps: int, world: World
+) -> None:
+    """Where the time goes, on rank 0: first on the clocks, then by operator."""
+    ((name, variant),) = variants.items()
+    step = make_all(variants, alone, world).get(name)
+    measured = [timed(step, variant.threads, *batch) for batch in batches(WARMUP + num_steps)]
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        for batch in batches(num_steps):
+            timed(step, variant.threads, *batch)
+    if world.rank == 0:
+        print(clocks(name, measured[WARMUP:]))
+        print(operators(found, num_steps))
+
+
+def clocks(name: str, measured: Sequence[Times]) -> str:
+    """The main thread computes or waits; what gloo's threads do is the rest of the process."""
+    wall = median(times.wall for times in measured)
+    computes = median(times.main_thread for times in measured)
+    waits = median(times.wall - times.main_thread for times in measured)
+    others = median(times.process - times.main_thread for times in measured)
+    return (
+        f"{name}: {1e3 * wall:.1f} ms a step; the main thread computes {1e3 * computes:.1f} and "
+        f"waits {1e3 * waits:.1f} ({waits / wall:.0%}); other threads compute {1e3 * others:.1f}"
+    )
+
+
+def operators(found: profile, num_steps: int) -> str:
+    """The operators by their own time, which includes the profiler's."""
+    events = sorted(found.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    total = sum(event.self_cpu_time_total for event in events)
     rows = [
-        (name, f"{1e3 * median(s):.0f}", f"{1e3 * min(s):.0f}", f"{median(s) / plain:.3f}")
-        for name, s in seconds.items()
+        (
+            event.key[:60],
+            f"{event.count / num_steps:.1f}",
+            f"{event.self_cpu_time_total / num_steps / 1e3:.2f}",
+            f"{event.self_cpu_time_total / total:.1%}",
+        )
+        for event in events[:ROWS_OF_PROFILE]
     ]
-    print(tabulate(rows, headers=("step", "median ms", "least ms", "ratio"), disable_numparse=True))
-    print(f"median of the ratios pair by pair: {median(a / b for a, b in pairs):.3f}")
+    headers = ["operator", "a step", "own ms a step", "share"]
+    return tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 3))
 
 
 if __name__ == "__main__":
-    main()
-    processes.leave(0)
+    processes.end(main)

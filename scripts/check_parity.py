@@ -123,7 +123,7 @@ def make_case(mesh: MeshSizes, flags: Sequence[str], where: Surroundings) -> Cas
     flags += ["--mesh", str(mesh)]
     try:
         config, data = read(flags, where)
-        per_rank, rest = divmod(config.train.global_batch_size, config.dp * MICROBATCHES)
+        per_rank, rest = divmod(config.train.global_batch_size, config.batch_parts * MICROBATCHES)
         if config.train.micro_batch_size is None and per_rank and not rest:
             config, data = read([*flags, "--micro-batch-size", str(per_rank)], where)
     except ConfigError as error:

@@ -16,14 +16,14 @@ from pathlib import Path
 from tabulate import tabulate
 
 from dtensor_llm.planner.schedule import Timeline, Times, peak_live, simulate
-from dtensor_llm.planner.schedules.actions import Schedule
-from dtensor_llm.planner.schedules.closed_forms import idle_time
-from dtensor_llm.planner.schedules.comparison import Row, compare
-from dtensor_llm.planner.schedules.csv_files import read_csv, write_csv
-from dtensor_llm.planner.schedules.draw_svg import draw_svg
-from dtensor_llm.planner.schedules.draw_text import draw_text
-from dtensor_llm.planner.schedules.draw_trace import draw_trace
-from dtensor_llm.planner.schedules.torch_orders import NAMES, make_schedule
+from dtensor_llm.planner.timelines.comparison import Row, compare
+from dtensor_llm.planner.timelines.draw_svg import draw_svg
+from dtensor_llm.planner.timelines.draw_text import draw_text
+from dtensor_llm.planner.timelines.draw_trace import draw_trace
+from dtensor_llm.schedules.actions import Schedule
+from dtensor_llm.schedules.closed_forms import idle_time
+from dtensor_llm.schedules.csv_files import read_csv, write_csv
+from dtensor_llm.schedules.torch_orders import NAMES, make_schedule
 from dtensor_llm.worlds import processes
 
 STAGES, MICROBATCHES = 4, 8

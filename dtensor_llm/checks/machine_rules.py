@@ -27,7 +27,8 @@ def mesh_fits_the_processes(config: Config, surroundings: Surroundings) -> Itera
         return
     if config.world_kind(started) == "threads" or mesh.num_ranks == started:
         return
-    axes = [("tp", mesh.tp), ("pp", mesh.pp), ("dp", mesh.dp)]
+    tp = f"{mesh.tp_row}x{mesh.tp_col}" if mesh.tp_row * mesh.tp_col > 1 else mesh.tp
+    axes = [("tp", tp), ("pp", mesh.pp), ("dp", mesh.dp)]
     product = " x ".join(
         f"{axis}={size}" for axis, size in axes + [("cp", mesh.cp)] * (mesh.cp > 1)
     )
@@ -83,6 +84,8 @@ def memory_is_enough(config: Config, surroundings: Surroundings) -> Iterator[str
         return
     floor = memory_floor(config)
     copies = f" x {floor.copies} copies" if floor.copies > 1 else ""
+    if floor.more_copies_of_weights:
+        copies += f", and {floor.more_copies_of_weights} more copies of the weights"
     here = Fraction(surroundings.local_processes, surroundings.num_processes)
     yield (
         f"memory: the run takes at least {_gib(floor.total)}: weights, gradients and optimizer "

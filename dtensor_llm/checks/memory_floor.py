@@ -9,23 +9,25 @@ from fractions import Fraction
 
 from dtensor_llm.config import Config, ModelConfig
 
-BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "bfloat16": 2}
-
 
 @dataclass(frozen=True)
 class MemoryFloor:
-    """Bytes of all ranks together: (weights + gradients + moments) x copies, and activations."""
+    """Bytes of all ranks together: (weights + gradients + moments) x copies, and activations.
+
+    Where ZeRO keeps the weights whole and shares out the rest, there are more copies of those.
+    """
 
     parameters: int
     tensors_per_parameter: int
     copies: int
+    more_copies_of_weights: int
     element_size: int
     activations: int
 
     @property
     def states(self) -> int:
-        per_copy = self.parameters * self.tensors_per_parameter * self.element_size
-        return per_copy * self.copies
+        tensors = self.tensors_per_parameter * self.copies + self.more_copies_of_weights
+        return self.parameters * tensors * self.element_size
 
     @property
     def total(self) -> int:
@@ -36,15 +38,14 @@ def memory_floor(config: Config) -> MemoryFloor:
     """The least memory of all ranks of a run together.
 
     States: weights, gradients and the optimizer's moments (two for adamw, one for sgd with
-    momentum), once for each replica: dp of them at ZeRO stage 0, dp_replicate at stage 3, and one
+    momentum), an offloaded optimizer's own weights and gradients, once for each replica: dp of them
+    at ZeRO stage 0, dp_replicate at the others, of which 1 and 2 have the weights dp times; and one
     more for the reference of a parity check.
     Activations: what each microbatch in flight keeps for its backward pass.
     """
     train, parallel = config.train, config.parallel
-    moments = 2 if train.optimizer == "adamw" else int(train.momentum > 0)
     replicas = config.dp if parallel.zero == 0 else parallel.mesh.dp_replicate
-    element_size = BYTES_OF_DTYPE[train.dtype]
-    sequences = min(config.dp * config.micro_batch_size, train.global_batch_size)
+    sequences = min(config.batch_parts * config.micro_batch_size, train.global_batch_size)
     tokens = sequences * config.model.seq_len
     kept = tokens * int(
         config.model.layers * _in_flight(config) * _kept_per_token_and_block(config.model)
@@ -52,10 +53,11 @@ def memory_floor(config: Config) -> MemoryFloor:
     )
     return MemoryFloor(
         parameters=config.model.num_parameters,
-        tensors_per_parameter=2 + moments,
+        tensors_per_parameter=2 + train.num_moments + 2 * (parallel.offload == "optimizer"),
         copies=replicas + int(config.run.check_parity),
-        element_size=element_size,
-        activations=kept * element_size,
+        more_copies_of_weights=config.dp - replicas if parallel.zero in (1, 2) else 0,
+        element_size=train.element_size,
+        activations=kept * train.element_size,
     )
 
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtensor_llm.checks.rule import Rule, Surroundings, near_multiples, propose, remainder
-from dtensor_llm.config import Config, MeshSizes, RefusedPair
+from dtensor_llm.config import Config, MeshSizes
 from dtensor_llm.mesh import fitting_meshes
-from dtensor_llm.settings import join_or
+from dtensor_llm.refused_pairs import RefusedPair
+from dtensor_llm.settings import SETTINGS, join_or
 
 MASK_LEVELS = 65536
 """Dropout masks compare 16-bit random numbers with rate x 65536, rounded."""
@@ -66,14 +67,18 @@ def warmup_ends(config: Config, _: Surroundings) -> Iterator[str]:
 
 
 def batch_divides(config: Config, _: Surroundings) -> Iterator[str]:
-    batch, micro, dp = config.train.global_batch_size, config.train.micro_batch_size, config.dp
-    unit = dp * (micro or 1)
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    parts, factors = config.batch_parts, batch_factors(config)
+    unit = parts * (micro or 1)
     if batch % unit:
-        factors = f"dp={dp}" + (f" x --micro-batch-size {micro} = {unit}" if micro else "")
+        factors += f" x --micro-batch-size {micro}" if micro else ""
+        factors += f" = {unit}" if " x " in factors else ""
         smaller = []
-        if micro and batch % dp == 0:
-            smaller.append(f"--micro-batch-size {largest_divisor(batch // dp, micro) or 1}")
-        pair = RefusedPair.DP if batch % dp else RefusedPair.MICRO_BATCH
+        if micro and batch % parts == 0:
+            smaller.append(f"--micro-batch-size {largest_divisor(batch // parts, micro) or 1}")
+        pair = RefusedPair.MICRO_BATCH
+        if batch % parts:
+            pair = RefusedPair.DP if batch % config.dp else RefusedPair.GRID_AND_BATCH
         arithmetic = remainder(batch, unit) if batch > unit else f"{batch} < {unit}"
         yield (
             f"--global-batch-size {batch} is not a multiple of {factors}, but {pair.reason}: "
@@ -82,17 +87,24 @@ def batch_divides(config: Config, _: Surroundings) -> Iterator[str]:
         )
 
 
+def batch_factors(config: Config) -> str:
+    """`dp=2`, or with two-dimensional tp `dp=2 x tp_row=3`."""
+    rows = config.parallel.mesh.tp_row
+    return f"dp={config.dp}" + (f" x tp_row={rows}" if rows > 1 else "")
+
+
 def every_stage_has_a_microbatch(config: Config, _: Surroundings) -> Iterator[str]:
-    batch, dp, pp = config.train.global_batch_size, config.dp, config.parallel.mesh.pp
+    batch, parts, pp = config.train.global_batch_size, config.batch_parts, config.parallel.mesh.pp
     micro, m = config.micro_batch_size, config.microbatches
-    if batch % (dp * micro) or config.parallel.schedule != "1f1b" or m >= pp:
+    if batch % (parts * micro) or config.parallel.schedule != "1f1b" or m >= pp:
         return
-    cures = [f"--global-batch-size {pp * dp * micro}", "--schedule gpipe"]
-    if fitting := largest_divisor(batch // dp, batch // dp // pp):
+    cures = [f"--global-batch-size {pp * parts * micro}", "--schedule gpipe"]
+    if fitting := largest_divisor(batch // parts, batch // parts // pp):
         cures.insert(0, f"--micro-batch-size {fitting}")
     yield (
         f"{RefusedPair.SCHEDULE_1F1B.reason}, but --global-batch-size {batch} / "
-        f"(dp={dp} x micro-batch {micro}) = {m}, fewer than pp={pp}; {join_or(cures)} would do"
+        f"({batch_factors(config)} x micro-batch {micro}) = {m}, fewer than pp={pp}; "
+        f"{join_or(cures)} would do"
     )
 
 
@@ -111,8 +123,44 @@ def every_stage_has_a_block(config: Config, _: Surroundings) -> Iterator[str]:
         )
 
 
+def tp_grid_is_square(config: Config, _: Surroundings) -> Iterator[str]:
+    mesh = config.parallel.mesh
+    rows, columns = mesh.tp_row, mesh.tp_col
+    if rows != columns:
+        sides = [n for n in sorted({rows, columns}) if n > 1]
+        yield (
+            f"mesh tp={rows}x{columns}: each step of a product broadcasts one row and one column "
+            f"of blocks, so there must be as many rows as columns, and {rows} is not {columns}; "
+            f"tp={join_or([f'{n}x{n}' for n in sides])} would do"
+        )
+    elif rows > 1 and mesh.tp > 1:
+        yield (
+            f"mesh tp={mesh.tp} and tp={rows}x{columns}: tensor parallelism is in one dimension "
+            "or in two; leave one of them out"
+        )
+
+
+def tp_parts(mesh: MeshSizes) -> tuple[int, str]:
+    """The number of parts that tp cuts heads, hidden units and vocabulary into, and its text."""
+    if mesh.tp_col > 1:
+        return mesh.tp_col, f"tp={mesh.tp_row}x{mesh.tp_col}"
+    return mesh.tp, f"tp={mesh.tp}"
+
+
+def every_row_has_positions(config: Config, _: Surroundings) -> Iterator[str]:
+    seq_len, rows = config.model.seq_len, config.parallel.mesh.tp_row
+    part = -(-seq_len // rows)
+    if config.model.positions == "learned" and (rows - 1) * part >= seq_len:
+        yield (
+            f"--seq-len {seq_len} is too small for tp={rows}x{config.parallel.mesh.tp_col} and "
+            f"--positions learned: {RefusedPair.GRID_AND_POSITIONS.reason}, but in parts of "
+            f"ceil({seq_len} / {rows}) = {part} they fill {-(-seq_len // part)} of {rows} rows; "
+            f"{propose('--seq-len', near_multiples(seq_len, rows), '--positions rope')}"
+        )
+
+
 def tp_divides_heads_and_ffn(config: Config, _: Surroundings) -> Iterator[str]:
-    model, tp = config.model, config.parallel.mesh.tp
+    model, (tp, text) = config.model, tp_parts(config.parallel.mesh)
     parts = {"--heads": model.heads, "--ffn-width": model.num_ffn}
     reasons = {
         "--heads": RefusedPair.TP_AND_HEADS.reason,
@@ -127,9 +175,11 @@ def tp_divides_heads_and_ffn(config: Config, _: Surroundings) -> Iterator[str]:
         if size % tp
     ]
     if uneven:
+        legal = divisors_for_tp(*parts.values())
+        square = config.parallel.mesh.tp_col > 1
         yield (
-            f"tp={tp} must divide {', '.join(parts)}: {', '.join(uneven)}; "
-            f"tp={join_or(divisors_for_tp(*parts.values()))} would do"
+            f"{text} must divide {', '.join(parts)}{f' into {tp}' * square}: {', '.join(uneven)}; "
+            f"tp={join_or([f'{n}x{n}' if square and n > 1 else n for n in legal])} would do"
         )
 
 
@@ -140,11 +190,11 @@ def divisors_for_tp(*sizes: int) -> list[int]:
 
 
 def every_tp_rank_has_vocabulary(config: Config, _: Surroundings) -> Iterator[str]:
-    size, tp = config.model.vocab_size, config.parallel.mesh.tp
+    size, (tp, text) = config.model.vocab_size, tp_parts(config.parallel.mesh)
     part = -(-size // tp)
     if (tp - 1) * part >= size:
         yield (
-            f"--vocab-size {size} is too small for tp={tp}: "
+            f"--vocab-size {size} is too small for {text}: "
             f"{RefusedPair.TP_AND_VOCABULARY.reason}, but in parts of "
             f"ceil({size} / {tp}) = {part} they fill {-(-size // part)} of {tp} ranks; "
             f"{propose('--vocab-size', near_multiples(size, tp), 'a smaller tp')}"
@@ -168,12 +218,56 @@ def axes_are_available(config: Config, _: Surroundings) -> Iterator[str]:
             yield f"mesh {axis}={size}: {idea} parallelism is not available yet; leave {axis} out"
 
 
-def zero_stage_is_available(config: Config, _: Surroundings) -> Iterator[str]:
+def reduction_can_be_deferred(config: Config, _: Surroundings) -> Iterator[str]:
     zero = config.parallel.zero
-    if zero in (1, 2):
+    if config.parallel.defer_reduce and zero < 2:
         yield (
-            f"--zero {zero}: ZeRO stage {zero} is not available yet: stages 0 (replicated) and 3 "
-            "(fully sharded) are"
+            f"--defer-reduce with --zero {zero}: {RefusedPair.DEFER_REDUCE.reason}; --zero 2, "
+            "--zero 3 or leaving --defer-reduce out would do"
+        )
+
+
+def ddp_has_what_it_can_reduce(config: Config, _: Surroundings) -> Iterator[str]:
+    parallel, (tp, text) = config.parallel, tp_parts(config.parallel.mesh)
+    if parallel.ddp and parallel.zero != 0:
+        yield (
+            f"--ddp with --zero {parallel.zero}: {RefusedPair.DDP_AND_ZERO.reason}; --zero 0 or "
+            "leaving --ddp out would do"
+        )
+    if parallel.ddp and tp > 1:
+        yield (
+            f"--ddp with {text}: {RefusedPair.DDP_AND_TP.reason}; tp=1, or leaving --ddp out, "
+            "would do"
+        )
+
+
+def static_graph_has_one_microbatch(config: Config, _: Surroundings) -> Iterator[str]:
+    parallel, batch, m = config.parallel, config.train.global_batch_size, config.microbatches
+    parts = config.batch_parts
+    if parallel.ddp and parallel.ddp_static_graph and batch % parts == 0 and m > 1:
+        schedule = " with --schedule gpipe" if parallel.mesh.pp > 1 else ""
+        yield (
+            f"--ddp-static-graph with {m} microbatches: {RefusedPair.STATIC_GRAPH.reason}, but "
+            f"--global-batch-size {batch} / ({batch_factors(config)} x micro-batch "
+            f"{config.micro_batch_size}) = {m}; --micro-batch-size {batch // parts}{schedule}, "
+            "or leaving --ddp-static-graph out, would do"
+        )
+
+
+def options_of_stage_3_have_it(config: Config, _: Surroundings) -> Iterator[str]:
+    parallel = config.parallel
+    reshard, depth = parallel.reshard_after_forward, parallel.prefetch_depth
+    given = {
+        "--reshard-after-forward": reshard is True,
+        "--no-reshard-after-forward": reshard is False,
+        f"--prefetch-depth {depth}": depth != SETTINGS["prefetch_depth"].default,
+        "--offload weights": parallel.offload == "weights",
+    }
+    for flag in (flag for flag, is_given in given.items() if is_given and parallel.zero < 3):
+        cure = "--offload optimizer" if flag == "--offload weights" else "leaving it out"
+        yield (
+            f"{flag} with --zero {parallel.zero}: {RefusedPair.STAGE_3.reason}; --zero 3 or "
+            f"{cure} would do"
         )
 
 
@@ -194,6 +288,8 @@ ON_THE_MESH = (
         frozenset({"global_batch_size", "micro_batch_size", "mesh", "schedule"}),
     ),
     Rule(every_stage_has_a_block, frozenset({"layers", "mesh"})),
+    Rule(tp_grid_is_square, frozenset({"mesh"})),
+    Rule(every_row_has_positions, frozenset({"seq_len", "positions", "mesh"})),
     Rule(
         tp_divides_heads_and_ffn,
         frozenset({"heads", "kv_heads", "ffn_width", "width", "mlp", "mesh"}),
@@ -209,7 +305,16 @@ MODEL_RULES = (
     Rule(warmup_ends, frozenset({"warmup_steps", "steps"})),
     *ON_THE_MESH,
     Rule(axes_are_available, frozenset({"mesh"})),
-    Rule(zero_stage_is_available, frozenset({"zero"})),
+    Rule(reduction_can_be_deferred, frozenset({"zero", "defer_reduce"})),
+    Rule(ddp_has_what_it_can_reduce, frozenset({"zero", "ddp", "mesh"})),
+    Rule(
+        static_graph_has_one_microbatch,
+        frozenset({"ddp", "ddp_static_graph", "global_batch_size", "micro_batch_size", "mesh"}),
+    ),
+    Rule(
+        options_of_stage_3_have_it,
+        frozenset({"zero", "reshard_after_forward", "prefetch_depth", "offload"}),
+    ),
     Rule(
         parity_has_a_rule,
         frozenset({"check_parity", "dtype", "steps", "lr", "eps", "init_std", "global_batch_size"}),

@@ -6,8 +6,9 @@ all-reduce (a sum) after the last microbatch gives every rank the gradient of th
 equal optimizers keep equal weights equal. The loss of each token has already been divided by the
 number of valid tokens in the *global* batch: nothing is averaged afterwards.
 
-Paper: Li et al., PyTorch Distributed, arXiv 2006.15704. torch's `replicate` does the work: unlike
-DDP it composes with tensor and pipeline parallelism.
+Paper: Li et al., PyTorch Distributed, arXiv 2006.15704. torch's `replicate` does the work, since it
+composes with tensor parallelism; `--ddp` takes the paper's DistributedDataParallel, for tp = 1. Its
+buckets follow `--ddp-bucket-mb`, and it averages unless it is given another way to reduce.
 
 | what                | placement on dp                     |
 |---------------------|-------------------------------------|
@@ -15,15 +16,20 @@ DDP it composes with tensor and pipeline parallelism.
 | tokens, activations | Shard(0): sequences                 |
 | gradients           | Partial until reduced, then Replicate |
 
-Comm: one all-reduce of the gradients a step, in a bucket per block that starts as soon as the
-backward pass has left it.
+Comm: one all-reduce of the gradients a step, however many microbatches, in a bucket per block that
+starts as soon as the backward pass of the last one has left it.
 """
 
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 # Private path: torch 2.13 exports this replicate, the one that composes with tp, nowhere else.
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from dtensor_llm.collectives import reduce_by_summing
 from dtensor_llm.model import GPT
@@ -42,3 +48,42 @@ def apply(model: GPT, mesh: DeviceMesh, device: torch.device) -> None:
     materialize(model, device)
     replicate(model, mesh=mesh)
     reduce_by_summing(model)
+
+
+@dataclass(frozen=True)
+class DDPOptions:
+    """What torch's DistributedDataParallel is told; `bucket_mb` in MiB."""
+
+    bucket_mb: float
+    bucket_view: bool
+    static_graph: bool
+
+
+def wrap(
+    model: GPT, mesh: DeviceMesh, device: torch.device, options: DDPOptions
+) -> DistributedDataParallel:
+    """The same by torch's DistributedDataParallel, for plain parameters; to be called in its place.
+
+    `model` is on the meta device and gets memory on `device`. Nothing is sent at the start, as all
+    ranks draw the same weights.
+    """
+    materialize(model, device)
+    module = DistributedDataParallel(
+        model,
+        process_group=mesh.get_group(),
+        init_sync=False,
+        bucket_cap_mb=options.bucket_mb,
+        gradient_as_bucket_view=options.bucket_view,
+        static_graph=options.static_graph,
+    )
+    module.register_comm_hook(mesh.get_group(), sum_bucket)
+    return module
+
+
+def sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """What is done with a bucket of gradients: a sum, where DistributedDataParallel averages.
+
+    Comm: one all-reduce.
+    """
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])

@@ -25,7 +25,7 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -56,17 +56,18 @@ def build_stage(config: ModelConfig, mesh: DeviceMesh) -> GPT:
 
 def make_schedule(
     name: str,
-    model: GPT,
+    module: nn.Module,
     mesh: DeviceMesh,
     loss_function: Callable[..., Tensor],
     *,
+    is_first: bool,
     num_microbatches: int,
     tokens_shape: tuple[int, int],
     hidden_shape: tuple[int, int, int],
     dtype: torch.dtype,
     device: torch.device,
 ) -> PipelineScheduleSingle:
-    """torch's schedule over this rank's stage.
+    """torch's schedule over this rank's stage, `module`.
 
     `tokens_shape` (b, t) and `hidden_shape` (b, t/tp, d) are those of one local microbatch: knowing
     them, the stages need not send their shapes to each other first. `loss_function` maps (logits,
@@ -75,11 +76,11 @@ def make_schedule(
     tokens = torch.empty(tokens_shape, dtype=torch.int64, device="meta")
     hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
     stage = PipelineStage(
-        model,
+        module,
         mesh.get_local_rank(),
         mesh.size(),
         device,
-        input_args=tokens if model.first else hidden,
+        input_args=tokens if is_first else hidden,
         output_args=hidden,  # of the last stage nothing is sent
         group=mesh.get_group(),
     )
@@ -93,16 +94,17 @@ def sum_tied_gradients(model: GPT, gradient: Tensor, mesh: DeviceMesh) -> None:
 
     Comm: the local gradient sent and received once between the first and the last stage.
     """
-    other = torch.empty_like(gradient)
+    own = gradient.to(mesh.device_type)  # from the host, where gradients are offloaded
+    other = torch.empty_like(own)
     peer = mesh.size() - 1 if model.first else 0
     group = mesh.get_group()
     exchange = [
-        dist.P2POp(dist.isend, gradient, group=group, group_peer=peer),
+        dist.P2POp(dist.isend, own, group=group, group_peer=peer),
         dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
     ]
     for work in dist.batch_isend_irecv(exchange):
         work.wait()
-    gradient.add_(other)
+    gradient.add_(other.to(gradient.device))
 
 
 def holds_tied_copy(model: GPT) -> bool:

@@ -62,7 +62,7 @@ def reduce_partial_gradients(model: GPT, gradients: Mapping[str, Tensor], mesh: 
     partial = [gradients[name] for name in partial_gradients(model) if name in gradients]
     if not partial:
         return
-    whole = torch.cat([part.flatten() for part in partial])
+    whole = torch.cat([part.flatten() for part in partial]).to(mesh.device_type)
     dist.all_reduce(whole, group=mesh.get_group())
     for part, total in zip(partial, whole.split([p.numel() for p in partial]), strict=True):
         part.copy_(total.view_as(part))

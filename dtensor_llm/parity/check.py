@@ -21,7 +21,7 @@ from dtensor_llm.parity.difference import (
 from dtensor_llm.parity.report import Report
 from dtensor_llm.parity.run import QUANTITIES, Run, prepared
 from dtensor_llm.parity.verdict import Comparison, Expectation, comparison, judge
-from dtensor_llm.plan import local_slice
+from dtensor_llm.plan import Part, local_tensor
 from dtensor_llm.train import StepResult, Trainer, Watcher
 
 OPTIMIZER_STATE = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}
@@ -99,12 +99,11 @@ class ParityCheck(Watcher):
         a = own.get(quantity, {}).get(name)
         if a is None:
             return NOTHING
-        weight, b = self.trainer.optimizer.weights[name], whole[quantity][name]
-        assert_same_shape(weight, b)
-        where = local_slice(weight)
-        part = b[where].to(a.device)
-        found = difference(prepared(quantity, a), prepared(quantity, part), b.shape, where)
-        counted = self.trainer.counts_here(name)
+        part, b = own_part(self.trainer, quantity, name), whole[quantity][name]
+        assert_same_shape(self.trainer.optimizer.weights[name], b)
+        expected = b[part.where].to(a.device)
+        found = difference(prepared(quantity, a), prepared(quantity, expected), b.shape, part.where)
+        counted = self.trainer.counts_here(name, part)
         return found if counted else dataclasses.replace(found, squares=0.0)
 
     def gather(self, found: Sequence[Difference]) -> list[list[Difference]]:
@@ -122,6 +121,15 @@ class ParityCheck(Watcher):
         ]
 
 
+def own_part(trainer: Trainer, quantity: str, name: str) -> Part:
+    """What this rank's part of a quantity of the parameter is.
+
+    Of a weight it is all that the rank holds, of gradients and optimizer state what it owns.
+    """
+    optimizer = trainer.optimizer
+    return (optimizer.held if quantity == "weight" else optimizer.owned)[name]
+
+
 def own_gradients(trainer: Trainer) -> dict[str, Tensor]:
     """This rank's parts, by parameter name."""
     shards = trainer.optimizer.shards
@@ -131,7 +139,8 @@ def own_gradients(trainer: Trainer) -> dict[str, Tensor]:
 def own_state(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     """This rank's parts of weights and optimizer state: {quantity: {parameter name: part}}."""
     optimizer = trainer.optimizer
-    state = {"weight": {name: shard.detach() for name, shard in optimizer.shards.items()}}
+    weights = {name: local_tensor(weight).detach() for name, weight in optimizer.weights.items()}
+    state = {"weight": weights}
     for quantity, key in OPTIMIZER_STATE.items():
         parts = {name: optimizer.state(name).get(key) for name in optimizer.shards}
         state[quantity] = {name: part for name, part in parts.items() if part is not None}

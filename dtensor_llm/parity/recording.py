@@ -11,7 +11,7 @@ from dtensor_llm.parallelize import DTYPES
 from dtensor_llm.parity.check import own_gradients, own_state
 from dtensor_llm.parity.record import RecordWriter
 from dtensor_llm.parity.run import QUANTITIES
-from dtensor_llm.plan import local_slice
+from dtensor_llm.plan import Part
 from dtensor_llm.train import StepResult, Trainer, Watcher
 
 Parts = dict[str, dict[str, Tensor]]  # {quantity: {parameter: this rank's part}}
@@ -52,7 +52,9 @@ class Recording(Watcher):
 
     def on_step(self, result: StepResult) -> None:
         self.has_state = self.has_state or result.num_tokens > 0
-        own = {"gradient": self.gradients, **own_state(self.trainer)}
+        shards = self.trainer.optimizer.shards
+        weights = {name: shard.detach() for name, shard in shards.items()}
+        own = {"gradient": self.gradients, **own_state(self.trainer), "weight": weights}
         parts = {quantity: own.get(quantity, {}) for quantity in self.quantities()}
         norms = self.gatherer.norms(parts)
         tensors = {}
@@ -82,19 +84,6 @@ class Recording(Watcher):
         return step in (0, last) or (step + 1) % self.every == 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Where what a rank counts of a parameter lies in the whole one."""
-
-    where: tuple[slice, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        sizes = [s.stop - s.start for s in self.where]
-        return int(torch.Size(sizes).numel())
-
-
 class Gatherer:
     """Knows which rank counts which elements of which parameter.
 
@@ -103,11 +92,10 @@ class Gatherer:
 
     def __init__(self, trainer: Trainer) -> None:
         self.world, self.dtype = trainer.world, DTYPES[trainer.config.train.dtype]
-        weights = trainer.optimizer.weights
         self.own = {
-            name: Part(local_slice(weight), tuple(weight.shape))
-            for name, weight in weights.items()
-            if trainer.counts_here(name)
+            name: part
+            for name, part in trainer.optimizer.owned.items()
+            if trainer.counts_here(name, part)
         }
         everyone: list[dict[str, Part]] = [self.own]
         if self.world.size > 1:

@@ -1,5 +1,6 @@
-"""What a configuration will cost, worked out before anything runs.
+"""What a step costs before it runs, in closed form, and how to count what it really costs.
 
-schedule.py   when each rank of a pipeline does what: bubbles, live activations, messages
-schedules/    the action lists themselves: torch's seven, those from a file, what makes one unsound
+`costs` predicts the communication of a step and `recorder` counts it; tests hold the two equal, to
+the byte. `placements` says where every parameter lies, read off the model as it is built for real.
+`schedule` plays a pipeline schedule through, and `timelines` shows what came of it.
 """

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from dtensor_llm.planner.schedules.actions import Action, Schedule, needs, outcome, receiver
-from dtensor_llm.planner.schedules.check import sweep
+from dtensor_llm.schedules.actions import Action, Schedule, needs, outcome, receiver
+from dtensor_llm.schedules.check import sweep
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 The same training code runs in every world. `processes` makes the calling process one rank of a
 torchrun job (gloo or NCCL, or a world of one when started alone); `threads` makes every rank a
-thread of this process, with real numbers and no network. Nothing outside this package knows which
-world it is in, and no environment variable is read outside it.
+thread of this process, with real numbers and no network; `fake` is one rank without the others and
+without numbers. Nothing outside this package knows which world it is in, and no environment
+variable is read outside it.
 """
 
 import os
@@ -25,13 +26,13 @@ class World:
     """One rank's view of the ranks that run together.
 
     Args:
-        kind: where the ranks live, "processes" or "threads".
+        kind: where the ranks live, "processes", "threads" or "fake".
         rank: this rank, from 0 to size - 1.
         size: number of ranks.
         device: where this rank's tensors live.
     """
 
-    kind: Literal["processes", "threads"]
+    kind: Literal["processes", "threads", "fake"]
     rank: int
     size: int
     device: torch.device
@@ -77,11 +78,15 @@ def is_torchrun() -> bool:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Sorted ranks in words, runs shortened: "rank 3", "ranks 0-2, 7"."""
+    return f"rank {ranges(ranks)}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers, runs shortened: "0-2, 7"."""
     runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            runs.append([rank, rank])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

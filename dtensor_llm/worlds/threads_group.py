@@ -10,12 +10,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtensor_llm.worlds import observation
 from dtensor_llm.worlds.threads_collectives import Call, metadata
 from dtensor_llm.worlds.threads_meeting import Meeting, Message
 from dtensor_llm.worlds.threads_scheduler import Event, Scheduler
 
 # DeviceMesh tells the ranks of one process apart under this backend name alone.
-BACKEND = "threaded"
+BACKEND = observation.THREADS
+
+# What the observers of a rank call each collective, and which of its tensors are the whole one.
+_SEEN_AS = {
+    "all_reduce": ("all-reduce", "inputs"),
+    "all_gather": ("all-gather", "outputs"),
+    "all_gather_single": ("all-gather", "outputs"),
+    "reduce_scatter": ("reduce-scatter", "inputs"),
+    "reduce_scatter_single": ("reduce-scatter", "inputs"),
+    "all_to_all": ("all-to-all", "inputs"),
+    "all_to_all_single": ("all-to-all", "inputs"),
+    "broadcast": ("broadcast", "inputs"),
+    "reduce": ("reduce", "inputs"),
+    "gather": ("gather", "inputs"),
+    "scatter": ("scatter", "outputs"),
+    "barrier": ("barrier", "inputs"),
+}
 
 
 class ThreadWork(dist.Work):
@@ -94,6 +111,8 @@ class ThreadGroup(dist.ProcessGroup):
         return f"ThreadGroup(rank {self._world_rank} in {self.meeting})"
 
     def _join(self, call: Call) -> ThreadWork:
+        operation, whole = _SEEN_AS[call.name]
+        observation.report(operation, self.meeting.ranks, getattr(call, whole))
         number, self._num_joined = self._num_joined, self._num_joined + 1
         event = self.meeting.join(self._group_rank, number, call)
         return ThreadWork(self.meeting.scheduler, self._world_rank, event, call.outputs)
@@ -101,6 +120,7 @@ class ThreadGroup(dist.ProcessGroup):
     def _post(
         self, tensor: Tensor, source: int | None, target: int, tag: int, sending: bool
     ) -> MessageWork:
+        observation.report("send" if sending else "recv", self.meeting.ranks, [tensor])
         message = self.meeting.post(tensor, source, target, tag, sending)
         return MessageWork(self.meeting.scheduler, self._world_rank, message)
 

@@ -3,10 +3,21 @@
 A bound proves something only if a wrong program breaks it. Each fault here is a mistake that people
 have made; the tests show that the parity check sees it, and that it names what was broken. One file
 for each kind: what goes forward, what goes backward, what is summed over ranks, the optimizer,
-random numbers, data.
+random numbers, data; and one each for what lies on the host or is gathered, for what is shared out
+by rows, or sent in buckets, and for the grid of two-dimensional tensor parallelism.
 """
 
-from parity_tests.faults import backward, data, forward, optimizer, randomness, reduction
+from parity_tests.faults import (
+    backward,
+    data,
+    forward,
+    grid,
+    offload,
+    optimizer,
+    randomness,
+    reduction,
+    rows,
+)
 from parity_tests.faults.fault import FAULTS, KINDS, Check, Fault
 
 FAULTS.sort(key=lambda fault: KINDS.index(fault.kind))  # the order of imports is that of names
@@ -19,7 +30,10 @@ __all__ = [
     "backward",
     "data",
     "forward",
+    "grid",
+    "offload",
     "optimizer",
     "randomness",
     "reduction",
+    "rows",
 ]

@@ -14,7 +14,7 @@ from dtensor_llm import optimizer, parallelize, train
 from dtensor_llm.config import Config
 from dtensor_llm.model import GPT
 from dtensor_llm.parallel import data_parallel, pipeline_parallel, sequence_parallel, zero
-from dtensor_llm.plan import local_tensor, partial_gradients
+from dtensor_llm.plan import Part, local_tensor, partial_gradients
 from parity_tests.faults.fault import fault
 
 planted = partial(fault, "reduction")
@@ -267,9 +267,8 @@ def replicated_weights_counted_by_every_rank() -> Iterator[None]:
 def shards_counted_by_every_replica() -> Iterator[None]:
     """In the gradient norm, a sharded weight counts on every rank, also on those that copy it."""
 
-    def wrong(weight: Any, mesh: DeviceMesh) -> bool:
-        sharded = any(not placement.is_replicate() for placement in weight.placements)
-        return sharded or optimizer.counts_here(weight, mesh)
+    def wrong(part: Part, mesh: DeviceMesh) -> bool:
+        return bool(part.axes) or optimizer.counts_here(part, mesh)
 
     with patch.object(train, "counts_here", wrong):
         yield
@@ -286,8 +285,8 @@ def shards_counted_by_every_replica() -> Iterator[None]:
 def tied_weight_counted_twice() -> Iterator[None]:
     """In the gradient norm, the embedding counts on the first stage and on the last."""
 
-    def wrong(self: train.Trainer, name: str) -> bool:
-        return optimizer.counts_here(self.optimizer.weights[name], self.mesh)
+    def wrong(self: train.Trainer, _: str, part: Part) -> bool:
+        return optimizer.counts_here(part, self.mesh)
 
     with patch.object(train.Trainer, "counts_here", wrong):
         yield

@@ -10,6 +10,7 @@ FOLDER = "parity_tests"
 STARTS_PROCESSES = "not torchrun and not processes"  # for pytest's -k
 
 DATA, TENSOR = "test_data_parallel", "test_tensor_parallel"
+TENSOR_2D = "test_tensor_parallel_2d"
 SEQUENCE, PIPELINE, ZERO = "test_sequence_parallel", "test_pipeline_parallel", "test_zero"
 OPTIMIZER, TRAIN, MODEL, RNG = "test_optimizer", "test_train", "test_model", "test_rng"
 
@@ -37,12 +38,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     "parallel/pipeline_parallel.py": (PIPELINE, SEQUENCE, TRAIN),
     "parallel/sequence_parallel.py": TENSORS,
     "parallel/tensor_parallel.py": TENSORS,
+    "parallel/tensor_parallel_2d.py": (TENSOR_2D,),
     "parallel/zero.py": SUMS,
     "planner/schedule.py": SCHEDULES,
-    "planner/schedules/actions.py": SCHEDULES,
-    "planner/schedules/check.py": SCHEDULES,
-    "planner/schedules/closed_forms.py": SCHEDULES,
-    "planner/schedules/torch_orders.py": SCHEDULES,
+    "schedules/actions.py": SCHEDULES,
+    "schedules/check.py": SCHEDULES,
+    "schedules/closed_forms.py": SCHEDULES,
+    "schedules/csv_files.py": SCHEDULES,
+    "schedules/torch_orders.py": SCHEDULES,
 }
 
 # id of a mutant: why it changes nothing that a test could see.

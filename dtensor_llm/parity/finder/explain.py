@@ -155,6 +155,7 @@ def possible_factors(search: Search, spot: Spot) -> dict[str, float]:
     config = search.trainer.config
     mesh, dropout = config.parallel.mesh, config.model.dropout
     factors: dict[str, float] = {"tp": mesh.tp, "pp": mesh.pp, "dp": config.dp}
+    factors |= {"tp_row": mesh.tp_row, "tp_col": mesh.tp_col}
     if mesh.dp_replicate > 1 and mesh.dp_shard > 1:
         factors |= {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
     factors["the number of microbatches"] = config.microbatches
@@ -206,7 +207,8 @@ def squares(search: Search) -> dict[str, float]:
 
 def is_whole_over_tp(weight: Tensor) -> bool:
     axes = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
-    return "tp" in axes and weight.placements[axes.index("tp")].is_replicate()  # type: ignore[attr-defined] # a DTensor's
+    own = [axis for axis in ("tp", "tp_row") if axis in axes]
+    return any(weight.placements[axes.index(axis)].is_replicate() for axis in own)  # type: ignore[attr-defined] # a DTensor's
 
 
 def gather(world: World, own: T) -> list[T]:

@@ -10,12 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dtensor_llm.parity.check import own_part
 from dtensor_llm.parity.difference import FLOOR, FLOOR_OF_WEIGHTS, difference, over, size_of
 from dtensor_llm.parity.finder.diagnosis import Where
 from dtensor_llm.parity.finder.finding import PHASES
 from dtensor_llm.parity.finder.observe import INPUT, Observation, ObservedStep
 from dtensor_llm.parity.run import QUANTITIES, Run, prepared
-from dtensor_llm.plan import chunk, local_slice
+from dtensor_llm.plan import chunk
 from dtensor_llm.train import DATA_AXES, Trainer
 
 TOLERANCE = 1e-9  # of the largest entry, in float64, where rounding gives 1e-13: beyond is a bug
@@ -226,10 +227,10 @@ class Search:
         """What this rank holds of the value, if it does."""
         if spot.microbatch >= 0:
             return self.part_of_pass(spot)
-        weights = self.trainer.optimizer.weights
-        if spot.name not in weights:
+        if spot.name not in self.trainer.optimizer.weights:
             return None
-        where = local_slice(weights[spot.name])
+        quantity = "weight" if spot.phase == "weight" else spot.what
+        where = own_part(self.trainer, quantity, spot.name).where
         if spot.phase == "weight":
             found, whole = self.observed.weights[spot.name], self.reference.values[spot.name, 0]
         else:
@@ -250,8 +251,8 @@ class Search:
         rows = self.rows(spot.microbatch)
         if spot.name == "loss":  # of the reference, the loss of each token, and its gradient
             return Part(found, whole[rows].amax() if backward else whole[rows].sum(), ())
-        tp = self.trainer.config.parallel.mesh.tp
-        tp_rank = self.trainer.mesh.get_local_rank("tp")
+        axis = "tp_col" if self.trainer.config.parallel.mesh.tp_col > 1 else "tp"
+        tp, tp_rank = self.trainer.mesh[axis].size(), self.trainer.mesh.get_local_rank(axis)
         return Part(found, whole, place_of(found.shape, whole.shape, rows, tp_rank, tp))
 
     def rows(self, microbatch: int) -> slice:
@@ -259,7 +260,8 @@ class Search:
         config, mesh = self.trainer.config, self.trainer.mesh
         rank = 0
         for axis in DATA_AXES:
-            rank = rank * getattr(config.parallel.mesh, axis) + mesh.get_local_rank(axis)
+            if axis in (mesh.mesh_dim_names or ()):
+                rank = rank * getattr(config.parallel.mesh, axis) + mesh.get_local_rank(axis)
         start = (rank * config.microbatches + microbatch) * config.micro_batch_size
         return slice(start, start + config.micro_batch_size)
 

@@ -4,7 +4,7 @@ each wants them."""
 from dataclasses import dataclass
 
 from dtensor_llm.planner.schedule import Timeline, Times, messages, peak_live, simulate
-from dtensor_llm.planner.schedules.torch_orders import (
+from dtensor_llm.schedules.torch_orders import (
     LOOP,
     NAMES,
     default_stages_per_rank,

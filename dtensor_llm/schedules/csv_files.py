@@ -7,8 +7,8 @@ it, and torch adds them.
 import csv
 from pathlib import Path
 
-from dtensor_llm.planner.schedules.actions import Schedule, parse_step
-from dtensor_llm.planner.schedules.check import ScheduleError, cells_of, sweep
+from dtensor_llm.schedules.actions import Schedule, parse_step
+from dtensor_llm.schedules.check import ScheduleError, cells_of, sweep
 
 
 def read_csv(

@@ -8,7 +8,7 @@ as the ranks would, whatever the times: an action is done once all that it needs
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from dtensor_llm.planner.schedules.actions import (
+from dtensor_llm.schedules.actions import (
     Action,
     Schedule,
     Step,

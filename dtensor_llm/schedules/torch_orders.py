@@ -32,7 +32,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from dtensor_llm.planner.schedules.actions import Action, Program, Schedule, parse_step
+from dtensor_llm.schedules.actions import Action, Program, Schedule, parse_step
 
 ONE_STAGE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 LOOP: dict[str, type[PipelineScheduleMulti]] = {

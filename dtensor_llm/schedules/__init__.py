@@ -5,6 +5,4 @@ torch_orders.py   the seven schedules, as torch executes them
 check.py          refuses a schedule that cannot run, showing its grid
 csv_files.py      reads and writes torch's CSV format
 closed_forms.py   what the papers say of bubbles and live activations
-comparison.py     all schedules beside each other, for one model and batch
-draw_text.py, draw_svg.py, draw_trace.py   timelines for a terminal, a page, and Perfetto
 """

@@ -3,7 +3,7 @@
 import math
 
 from dtensor_llm.planner.schedule import Timeline
-from dtensor_llm.planner.schedules.actions import KINDS, Action
+from dtensor_llm.schedules.actions import KINDS, Action
 
 _COLORS = {"F": "97;44", "B": "30;42", "I": "30;46", "W": "30;43"}  # of ANSI terminals
 _IDLE = "."

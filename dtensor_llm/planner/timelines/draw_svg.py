@@ -3,7 +3,7 @@
 from xml.etree import ElementTree as xml
 
 from dtensor_llm.planner.schedule import Span, Timeline
-from dtensor_llm.planner.schedules.actions import KINDS
+from dtensor_llm.schedules.actions import KINDS
 
 COLORS = {  # of a rank's first stage, and of its last
     "F": ("#9cc4f5", "#3f7fce"),

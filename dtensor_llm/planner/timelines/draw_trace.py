@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from dtensor_llm.planner.schedule import Timeline, live
-from dtensor_llm.planner.schedules.actions import KINDS
+from dtensor_llm.schedules.actions import KINDS
 
 
 def draw_trace(timeline: Timeline, *, title: str, microseconds: float = 1.0) -> str:

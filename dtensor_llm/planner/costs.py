@@ -1,0 +1,358 @@
+"""What a rank communicates in one optimizer step, in closed form: a function for each purpose.
+
+b sequences of t tokens make a microbatch of a rank and there are m of them; d is the width of the
+residual stream; a rank's stage has L blocks. A step moves four kinds of things:
+
+| what                    | over     | operations of a rank                       | payload       |
+|-------------------------|----------|--------------------------------------------|---------------|
+| activations             | tp       | 4 m L all-reduces, or 4 m L pairs          | b t d         |
+| ... of neighbour stages | pp       | m sent and m received, for each neighbour  | b t d, t / tp |
+| gradients, ZeRO 0       | dp       | 1 all-reduce for each block, and the rest  | the block     |
+| weights, ZeRO 1 and 2   | dp_shard | 1 all-gather for each                      | the block     |
+| weights, ZeRO 3         | dp_shard | 2 m all-gathers for each block, m the rest | the block     |
+| gradients, ZeRO 1       | dp_shard | 1 reduce-scatter for each                  | the block     |
+| gradients, ZeRO 2 and 3 | dp_shard | m reduce-scatters for each; 1 if deferred  | the block     |
+
+In two dimensions of tensor parallelism, a product x W^T of n inputs and m outputs takes q steps, a
+broadcast and a reduce each, and backward two broadcasts and a reduce: see `grid_product`.
+
+and some numbers: tokens to count, the loss, the gradient norm. Every line is held equal to what a
+real step is seen to communicate (`recorder`), to the byte. Only steps after the first ones: in the
+first the stages of a pipeline agree on what they will send, and in the second (third, with a static
+graph) DistributedDataParallel has all ranks cut its buckets alike.
+
+A strategy adds a function here and a row in PURPOSES.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+from dtensor_llm.config import Config
+from dtensor_llm.mesh import GRID_AXES, MESH_AXES
+from dtensor_llm.planner.parameters import (
+    Group,
+    Parameter,
+    Place,
+    Shape,
+    block_parameters,
+    groups,
+    in_order_of_gradients,
+    is_first,
+    is_last,
+    num_blocks,
+    other_parameters,
+    owned_shape,
+    padded_numel,
+    part,
+    shards_weights,
+    tp_shape,
+)
+from dtensor_llm.planner.traffic import Traffic, axis_name, merged, traffic
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+ALL_AXES = MESH_AXES + GRID_AXES
+
+
+def step_traffic(config: Config, place: Place) -> list[Traffic]:
+    """What the rank at `place` communicates in one step: one entry per operation and axis."""
+    return merged(part for purpose in PURPOSES.values() for part in purpose(config, place))
+
+
+def over(config: Config, operation: str, axes: tuple[str, ...], payload: int) -> list[Traffic]:
+    """One operation over the named axes together; none where they have one rank."""
+    sizes = {axis: getattr(config.parallel.mesh, axis) for axis in ALL_AXES}
+    num_ranks = math.prod(sizes[axis] for axis in axes)
+    if num_ranks == 1:
+        return []
+    return [traffic(operation, axis_name(axes, sizes), num_ranks, payload)]
+
+
+def times(count: int, parts: Iterable[Traffic]) -> list[Traffic]:
+    return [part.times(count) for part in parts if count > 0]
+
+
+def activation(config: Config) -> int:
+    """Bytes of b t d, the activations of a microbatch between two blocks; on a grid b t d/q."""
+    width = config.model.width // config.parallel.mesh.tp_col
+    return num_tokens(config) * width * config.train.element_size
+
+
+def num_tokens(config: Config) -> int:
+    """Tokens of a rank's microbatch."""
+    return config.micro_batch_size * config.model.seq_len
+
+
+def shards_tokens(config: Config) -> bool:
+    """Whether activations between the split multiplications are sharded by tokens over tp."""
+    return config.parallel.sequence_parallel and config.parallel.mesh.tp > 1
+
+
+# --- tensor and sequence parallelism: for every microbatch
+
+
+def enter(config: Config) -> list[Traffic]:
+    """Of the residual stream into a split multiplication, forward and backward.
+
+    Megatron's f: nothing and an all-reduce; with tokens sharded an all-gather and a reduce-scatter.
+    """
+    kinds = ["all-gather", "reduce-scatter"] if shards_tokens(config) else ["all-reduce"]
+    return [t for kind in kinds for t in over(config, kind, ("tp",), activation(config))]
+
+
+def leave(config: Config) -> list[Traffic]:
+    """Back to the residual stream: the same the other way round. Megatron's g."""
+    return enter(config)
+
+
+def tensor_parallel_blocks(config: Config, place: Place) -> list[Traffic]:
+    """Attention and MLP each enter and leave: four all-reduces a block, or four pairs."""
+    block = 2 * (enter(config) + leave(config))
+    return times(config.microbatches * num_blocks(config, place), block)
+
+
+def tensor_parallel_embedding(config: Config, place: Place) -> list[Traffic]:
+    """Each rank embeds its own token ids, and the sum leaves to the residual stream."""
+    return times(config.microbatches * is_first(place), leave(config))
+
+
+def tensor_parallel_head(config: Config, place: Place) -> list[Traffic]:
+    """The residual stream enters the head, which computes the rank's columns of the logits."""
+    return times(config.microbatches * is_last(config, place), enter(config))
+
+
+def vocabulary_parallel_loss(config: Config, place: Place) -> list[Traffic]:
+    """Three numbers a token: the largest logit, then the sum of exponentials and the label's logit.
+
+    In float32 at least. Backward needs nothing. On a grid over its columns.
+    """
+    size = num_tokens(config) * max(4, config.train.element_size)
+    axes = ("tp", "tp_col")
+    parts = [
+        t for n in (1, 2) for axis in axes for t in over(config, "all-reduce", (axis,), n * size)
+    ]
+    return times(config.microbatches * is_last(config, place), parts)
+
+
+def sequence_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
+    """Gradients that are Partial over tp, summed once a step in one buffer: norms, positions and
+    the biases that are added after a sum. Of each what this rank holds after dp has reduced it."""
+    if not shards_tokens(config):
+        return []
+    elements = sum(
+        math.prod(owned_shape(parameter, config, place))
+        for group in groups(config, place)
+        for parameter in group.values()
+        if parameter.meets_residual
+    )
+    return over(config, "all-reduce", ("tp",), elements * config.train.element_size)
+
+
+# --- tensor parallelism in two dimensions: for every microbatch
+
+
+def grid_product(config: Config, place: Place, shape: Shape) -> list[Traffic]:
+    """x W^T, W of m n, forward and backward, one line of blocks of W after the other.
+
+    Forward its broadcast down the columns, and the reduce of b t m/q along the rows; backward both
+    broadcast, and the reduce of W's gradient.
+    """
+    tokens, size = num_tokens(config), config.train.element_size
+    found = []
+    for block, rows in grid_lines(config, place, shape):
+        result = tokens * rows * size
+        found += 2 * over(config, "broadcast", ("tp_row",), block)
+        found += over(config, "reduce", ("tp_row",), block)
+        found += over(config, "reduce", ("tp_col",), result)
+        found += over(config, "broadcast", ("tp_col",), result)
+    return found
+
+
+def grid_lines(config: Config, place: Place, shape: Shape) -> list[tuple[int, int]]:
+    """Of each line of blocks of a matrix: bytes of the block in the rank's column, and its rows."""
+    q = config.parallel.mesh.tp_row
+    columns = part(shape[1], place.tp_col, q)
+    rows = [part(shape[0], line, q) for line in range(q)]
+    return [(n * columns * config.train.element_size, n) for n in rows]
+
+
+def grid_products(config: Config, place: Place) -> list[Traffic]:
+    """Every linear of the blocks, and the head."""
+    model = config.model
+    shapes = [p.shape for p in block_parameters(model).values() if len(p.shape) == 2]
+    block = [t for shape in shapes for t in grid_product(config, place, shape)]
+    head = grid_product(config, place, (model.vocab_size, model.width))
+    blocks = times(config.microbatches * num_blocks(config, place), block)
+    return blocks + times(config.microbatches * is_last(config, place), head)
+
+
+def grid_tables(config: Config, place: Place) -> list[Traffic]:
+    """Embedding and positions: blocks are broadcast forward, their gradients reduced backward."""
+    model = config.model
+    tables = [(model.vocab_size, model.width)]
+    tables += [(model.seq_len, model.width)] * (model.positions == "learned")
+    found = [
+        t
+        for shape in tables
+        for block, _ in grid_lines(config, place, shape)
+        for operation in ("broadcast", "reduce")
+        for t in over(config, operation, ("tp_row",), block)
+    ]
+    return times(config.microbatches * is_first(place), found)
+
+
+def grid_norms(config: Config, place: Place) -> list[Traffic]:
+    """Sums of each token over the width: with a mean two forward and two at once backward."""
+    size = num_tokens(config) * max(4, config.train.element_size)
+    sums = 2 if config.model.norm == "layernorm" else 1
+    norm = sums * over(config, "all-reduce", ("tp_col",), size)
+    norm += over(config, "all-reduce", ("tp_col",), sums * size)
+    num_norms = 2 * num_blocks(config, place) + is_last(config, place)
+    return times(config.microbatches * num_norms, norm)
+
+
+def grid_gradients(config: Config, place: Place) -> list[Traffic]:
+    """Gradients of vectors, Partial over the rows, summed once a step in one buffer."""
+    vectors = [p for g in groups(config, place) for p in g.values() if len(p.shape) == 1]
+    elements = sum(math.prod(owned_shape(p, config, place)) for p in vectors)
+    return over(config, "all-reduce", ("tp_row",), elements * config.train.element_size)
+
+
+# --- data parallelism: for every group of parameters, a block or the rest of the stage
+
+
+def data_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
+    """ZeRO 0: one all-reduce for each message, once a step, however many microbatches.
+
+    A message is a group, or what DistributedDataParallel makes of the parameters in the order of
+    their gradients: it closes a bucket as soon as that holds `ddp_bucket_mb` or more.
+    """
+    if config.parallel.zero > 0:
+        return []
+    messages = [list(group.values()) for group in groups(config, place)]
+    if config.parallel.ddp:
+        messages = ddp_buckets(config, place)
+    return [
+        t
+        for message in messages
+        for t in over(config, "all-reduce", DATA_AXES, bytes_of(message, config, place))
+    ]
+
+
+def ddp_buckets(config: Config, place: Place) -> list[list[Parameter]]:
+    limit = int(config.parallel.ddp_bucket_mb * 2**20)
+    buckets: list[list[Parameter]] = []
+    is_full = True
+    for parameter in in_order_of_gradients(config, place):
+        if is_full:
+            buckets.append([])
+        buckets[-1].append(parameter)
+        is_full = bytes_of(buckets[-1], config, place) >= limit
+    return buckets
+
+
+def bytes_of(parameters: Iterable[Parameter], config: Config, place: Place) -> int:
+    elements = sum(math.prod(tp_shape(p, config, place)) for p in parameters)
+    return elements * config.train.element_size
+
+
+def zero_weights(config: Config, place: Place) -> list[Traffic]:
+    """ZeRO: the all-gathers, of weights whose rows are padded to a multiple of dp_shard.
+
+    Stages 1 and 2 gather what has been updated, once a step.
+
+    Stage 3: a block is gathered before its forward and, if it was freed, again before its backward,
+    unless it is whole still. What is not in a block is gathered once and stays until its gradients
+    have been reduced. That is after each microbatch; under a pipeline after the last one, until
+    when the block that has done a backward stays whole, too: of the m forwards and m backwards of a
+    stage, m - 1 follow a backward, in every order that GPipe and 1F1B have, so that m + 1 find a
+    block sharded that is freed after forward, and 1 if it is not. Prefetch changes none of that.
+    """
+    if config.parallel.zero == 0:
+        return []
+    pipelined = config.parallel.mesh.pp > 1
+    per_rest = config.microbatches if shards_weights(config) and not pipelined else 1
+    per_block = per_rest
+    if shards_weights(config) and config.parallel.reshards_after_forward:
+        per_block += config.microbatches
+    rest = other_parameters(config, place)
+    return [
+        t.times(per_rest if group == rest else per_block)
+        for group in groups(config, place)
+        for t in over(config, "all-gather", ("dp_shard",), padded_bytes(group, config, place))
+    ]
+
+
+def zero_gradients(config: Config, place: Place) -> list[Traffic]:
+    """ZeRO: a reduce-scatter over dp_shard, then an all-reduce of the rank's part over
+    dp_replicate, for each group. Stage 2 scatters each microbatch and sums the replicas once, stage
+    3 does both for each microbatch; deferred, as under a pipeline of stage 3, all is done once."""
+    parallel = config.parallel
+    deferred = parallel.defer_reduce or (parallel.zero == 3 and parallel.mesh.pp > 1)
+    scatters = 1 if deferred or parallel.zero == 1 else config.microbatches
+    parts = []
+    for group in groups(config, place) if parallel.zero > 0 else []:
+        whole = padded_bytes(group, config, place)
+        own = whole // parallel.mesh.dp_shard
+        parts += times(scatters, over(config, "reduce-scatter", ("dp_shard",), whole))
+        sums = over(config, "all-reduce", ("dp_replicate",), own)
+        parts += times(scatters if parallel.zero == 3 else 1, sums)
+    return parts
+
+
+def padded_bytes(group: Group, config: Config, place: Place) -> int:
+    elements = sum(padded_numel(parameter, config, place) for parameter in group.values())
+    return elements * config.train.element_size
+
+
+# --- pipeline parallelism
+
+
+def pipeline_activations(config: Config, place: Place) -> list[Traffic]:
+    """Activations of the rank's own tokens to the next stage, their gradients to the one before."""
+    neighbours = (not is_first(place)) + (not is_last(config, place))
+    own = activation(config) // (config.parallel.mesh.tp if shards_tokens(config) else 1)
+    both_ways = [t for way in ("send", "recv") for t in over(config, way, ("pp",), own)]
+    return times(config.microbatches * neighbours, both_ways)
+
+
+def tied_gradients(config: Config, place: Place) -> list[Traffic]:
+    """First and last stage exchange their gradients of a tied embedding, once a step."""
+    if not config.model.tied_embeddings or is_first(place) == is_last(config, place):
+        return []
+    table = other_parameters(config, place)["token_embedding.weight"]
+    own = math.prod(owned_shape(table, config, place)) * config.train.element_size
+    return [t for way in ("send", "recv") for t in over(config, way, ("pp",), own)]
+
+
+# --- numbers that all ranks must agree on
+
+
+def token_count(config: Config, _: Place) -> list[Traffic]:
+    """The valid tokens of the global batch, an int64, summed over one data axis after the other."""
+    axes = (*DATA_AXES, "tp_row")
+    return [t for axis in axes for t in over(config, "all-reduce", (axis,), 8)]
+
+
+def loss_and_norm(config: Config, _: Place) -> list[Traffic]:
+    """Loss and squared gradient norm: two float64, summed over all ranks."""
+    return over(config, "all-reduce", ALL_AXES, 16)
+
+
+PURPOSES: dict[str, Callable[[Config, Place], list[Traffic]]] = {
+    "blocks, tensor parallel": tensor_parallel_blocks,
+    "embedding, tensor parallel": tensor_parallel_embedding,
+    "head, tensor parallel": tensor_parallel_head,
+    "loss, vocabulary parallel": vocabulary_parallel_loss,
+    "gradients, sequence parallel": sequence_parallel_gradients,
+    "linears, tensor parallel in 2D": grid_products,
+    "embeddings, tensor parallel in 2D": grid_tables,
+    "norms, tensor parallel in 2D": grid_norms,
+    "gradients, tensor parallel in 2D": grid_gradients,
+    "gradients, data parallel": data_parallel_gradients,
+    "weights, ZeRO": zero_weights,
+    "gradients, ZeRO": zero_gradients,
+    "activations, pipeline": pipeline_activations,
+    "tied embedding, pipeline": tied_gradients,
+    "token count": token_count,
+    "loss and gradient norm": loss_and_norm,
+}

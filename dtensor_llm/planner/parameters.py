@@ -1,0 +1,182 @@
+"""The parameters of a pipeline stage in closed form: what costs and memory are made of.
+
+A parameter is divided twice: tensor parallelism cuts one of its dims (in two dimensions, rows and
+columns), then ZeRO cuts the rows of what is left. Both cut as `torch.chunk` does: parts of equal
+size, but for the last ones.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dtensor_llm.config import Config, ModelConfig
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank, by its coordinate on each axis."""
+
+    pp: int = 0
+    dp_replicate: int = 0
+    dp_shard: int = 0
+    tp: int = 0
+    tp_row: int = 0
+    tp_col: int = 0
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a stage.
+
+    Args:
+        shape: global.
+        split: the dim that tp cuts; None where each rank holds the whole.
+        meets_residual: it works between the split multiplications, where sequence parallelism
+            shards the tokens and so makes its gradient Partial.
+    """
+
+    shape: Shape
+    split: int | None = None
+    meets_residual: bool = False
+
+
+Group = Mapping[str, Parameter]
+
+
+def part(size: int, index: int, count: int) -> int:
+    """Length of part `index` of `count` of a dim, cut as by `torch.chunk`."""
+    largest = -(-size // count)
+    return max(0, min(largest, size - index * largest))
+
+
+def is_first(place: Place) -> bool:
+    """Whether the rank's stage holds the embeddings."""
+    return place.pp == 0
+
+
+def is_last(config: Config, place: Place) -> bool:
+    """Whether the rank's stage holds the final norm, the head and the loss."""
+    return place.pp == config.parallel.mesh.pp - 1
+
+
+def num_blocks(config: Config, place: Place) -> int:
+    """Blocks of the rank's stage: as even as can be, the first stages one more."""
+    layers, pp = config.model.layers, config.parallel.mesh.pp
+    return layers // pp + (place.pp < layers % pp)
+
+
+def groups(config: Config, place: Place) -> list[Group]:
+    """The stage's parameters as data parallelism takes them together: each block, then the rest."""
+    blocks = [block_parameters(config.model)] * num_blocks(config, place)
+    rest = other_parameters(config, place)
+    return blocks + ([rest] if rest else [])
+
+
+def block_parameters(model: ModelConfig) -> Group:
+    """Those of one block."""
+    d, f, kv = model.width, model.num_ffn, model.num_kv_heads * model.head_size
+    found = norm_parameters("attention_norm", model) | norm_parameters("mlp_norm", model)
+    columns = {"attention.query": (d, d), "attention.key": (kv, d), "attention.value": (kv, d)}
+    columns["mlp.up"] = (f, d)
+    if model.mlp == "swiglu":
+        columns["mlp.gate"] = (f, d)
+    for name, shape in columns.items():
+        found[f"{name}.weight"] = Parameter(shape, split=0)
+        if model.bias and name != "mlp.gate":
+            found[f"{name}.bias"] = Parameter(shape[:1], split=0)
+    for name, shape in {"attention.output": (d, d), "mlp.down": (d, f)}.items():
+        found[f"{name}.weight"] = Parameter(shape, split=1)
+        if model.bias:
+            found[f"{name}.bias"] = Parameter((d,), meets_residual=True)
+    return found
+
+
+def other_parameters(config: Config, place: Place) -> Group:
+    """Those of a stage that are in no block; a tied weight once a stage."""
+    model = config.model
+    first, last = is_first(place), is_last(config, place)
+    table = Parameter((model.vocab_size, model.width), split=0)
+    found: dict[str, Parameter] = {}
+    if first or (last and model.tied_embeddings):
+        found["token_embedding.weight"] = table
+    if first and model.positions == "learned":
+        positions = Parameter((model.seq_len, model.width), meets_residual=True)
+        found["position_embedding.weight"] = positions
+    if last:
+        found |= norm_parameters("final_norm", model)
+    if last and not model.tied_embeddings:
+        found["head.weight"] = table
+    return found
+
+
+def in_order_of_gradients(config: Config, place: Place) -> list[Parameter]:
+    """The stage's parameters as their gradients come in a backward pass.
+
+    Last module first, in each the bias first. A tied table comes when it has been looked up in, but
+    on a stage that has it for the head alone.
+    """
+    rest, block = dict(other_parameters(config, place)), block_parameters(config.model)
+    late = ["position_embedding", "token_embedding"] if is_first(place) else []
+    early = ["head", "final_norm"] if late else ["head", "token_embedding", "final_norm"]
+    modules = ["mlp.down", "mlp.up", "mlp.gate", "mlp_norm", "attention.output"]
+    modules += ["attention.value", "attention.key", "attention.query", "attention_norm"]
+
+    def ordered(group: Group, names: list[str]) -> list[Parameter]:
+        wanted = [f"{name}.{kind}" for name in names for kind in ("bias", "weight")]
+        return [group[name] for name in wanted if name in group]
+
+    blocks = num_blocks(config, place) * ordered(block, modules)
+    return ordered(rest, early) + blocks + ordered(rest, late)
+
+
+def norm_parameters(name: str, model: ModelConfig) -> dict[str, Parameter]:
+    has_bias = model.norm == "layernorm" and model.bias
+    kinds = ("weight", "bias") if has_bias else ("weight",)
+    return {f"{name}.{k}": Parameter((model.width,), meets_residual=True) for k in kinds}
+
+
+def tp_shape(parameter: Parameter, config: Config, place: Place) -> Shape:
+    """The shape that tensor parallelism leaves to the rank."""
+    if config.parallel.mesh.tp_row > 1:
+        return grid_shape(parameter.shape, config, place)
+    if parameter.split is None:
+        return parameter.shape
+    shape = list(parameter.shape)
+    shape[parameter.split] = part(shape[parameter.split], place.tp, config.parallel.mesh.tp)
+    return tuple(shape)
+
+
+def grid_shape(shape: Shape, config: Config, place: Place) -> Shape:
+    """The rank's block of a matrix, or its columns' part of a vector, on a q x q grid."""
+    q = config.parallel.mesh.tp_col
+    rows = [part(size, place.tp_row, q) for size in shape[:-1]]
+    return (*rows, part(shape[-1], place.tp_col, q))
+
+
+def shards_weights(config: Config) -> bool:
+    """Whether ZeRO cuts the weights themselves."""
+    return config.parallel.zero == 3
+
+
+def rest_shape(parameter: Parameter, config: Config, place: Place) -> Shape:
+    """The shape of what the rank holds of the weight between steps."""
+    if shards_weights(config):
+        return owned_shape(parameter, config, place)
+    return tp_shape(parameter, config, place)
+
+
+def owned_shape(parameter: Parameter, config: Config, place: Place) -> Shape:
+    """The shape of what the rank reduces and updates: rows, but for ZeRO stage 0."""
+    shape = tp_shape(parameter, config, place)
+    if config.parallel.zero == 0:
+        return shape
+    return (part(shape[0], place.dp_shard, config.parallel.mesh.dp_shard), *shape[1:])
+
+
+def padded_numel(parameter: Parameter, config: Config, place: Place) -> int:
+    """Elements of the weight on all dp_shard ranks, rows padded so that they hold equally many."""
+    shape = tp_shape(parameter, config, place)
+    shards = config.parallel.mesh.dp_shard
+    return -(-shape[0] // shards) * shards * math.prod(shape[1:])

@@ -1,0 +1,71 @@
+"""What is legal apart and refused together: one table for the checks, the tests and the reader."""
+
+from enum import Enum
+
+
+class RefusedPair(Enum):
+    """Every two features that are legal apart and refused together, and the reason.
+
+    The checks take the reason for their message from here: a refusal without a row is a bug, but
+    for --check-parity of a batch of one sequence, which is a limit of what can be measured.
+    """
+
+    HEADS = "--heads", "a --width they do not divide", "all heads are equally wide"
+    ROPE = "--positions rope", "an odd head size", "--positions rope turns pairs of elements"
+    KV_HEADS = "--kv-heads", "--heads they do not divide", "each kv-head serves equally many heads"
+    WARMUP = "--warmup-steps", "fewer --steps", "the learning rate would not reach its peak"
+    DP = "dp", "a --global-batch-size it does not divide", "all ranks take equally many sequences"
+    MICRO_BATCH = (
+        "--micro-batch-size",
+        "a --global-batch-size / dp it does not divide",
+        "all microbatches hold equally many sequences",
+    )
+    SCHEDULE_1F1B = (
+        "--schedule 1f1b",
+        "fewer microbatches than pp",
+        "--schedule 1f1b needs a microbatch for every stage",
+    )
+    PP = "pp", "fewer --layers", "each stage takes at least one block"
+    TP_AND_HEADS = "tp", "--heads it does not divide", "a rank takes whole heads"
+    TP_AND_KV_HEADS = "tp", "--kv-heads it does not divide", "a rank takes whole kv-heads"
+    TP_AND_FFN = "tp", "a --ffn-width it does not divide", "a rank takes an equal part"
+    TP_AND_VOCABULARY = "tp", "too small a --vocab-size", "each rank takes at least one token id"
+    GRID_AND_BATCH = (
+        "tp=RxC",
+        "a --global-batch-size that dp x R does not divide",
+        "all rows of ranks take equally many sequences",
+    )
+    GRID_AND_POSITIONS = (
+        "tp=RxC",
+        "--positions learned with too small a --seq-len",
+        "each row of ranks takes at least one position",
+    )
+    DEFER_REDUCE = (
+        "--defer-reduce",
+        "--zero 0 or 1",
+        "ZeRO stages 0 and 1 reduce gradients once a step anyway",
+    )
+    DDP_AND_ZERO = "--ddp", "--zero 1, 2 or 3", "DistributedDataParallel replicates: ZeRO stage 0"
+    DDP_AND_TP = (
+        "--ddp",
+        "tp",
+        "DistributedDataParallel reduces plain parameters, and tp makes DTensors of them",
+    )
+    STATIC_GRAPH = (
+        "--ddp-static-graph",
+        "several microbatches",
+        "DistributedDataParallel learns a static graph from one backward pass that reduces",
+    )
+    SEQUENCE_PARALLEL = (
+        "--sequence-parallel",
+        "a --seq-len that tp does not divide",
+        "with sequence parallelism all ranks take equally many tokens",
+    )
+    STAGE_3 = (
+        "--reshard-after-forward, --prefetch-depth or --offload weights",
+        "--zero below 3",
+        "only ZeRO stage 3 shards weights and gathers those in use",
+    )
+
+    def __init__(self, feature: str, other: str, reason: str) -> None:
+        self.feature, self.other, self.reason = feature, other, reason

@@ -1,0 +1,203 @@
+"""Communication: what a step is seen to communicate is what the closed form says, to the byte."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dtensor_llm.config import Config
+from dtensor_llm.plan import local_tensor
+from dtensor_llm.planner.costs import data_parallel_gradients, step_traffic
+from dtensor_llm.planner.parameters import Place, groups, owned_shape, rest_shape
+from dtensor_llm.planner.recorder import CommRecorder
+from dtensor_llm.planner.traffic import Traffic, merged
+from dtensor_llm.train import Trainer
+from dtensor_llm.worlds import World, threads
+from dtensor_llm.worlds.processes_spawn import spawn
+from parity_tests.harness import LLAMA, SECONDS, batches_for, small_config
+
+FAMILIES = {"gpt2": {}, "llama": LLAMA}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one rank": ("1x1x1", {}),
+    "tp": ("4x1x1", {"sequence_parallel": False}),
+    "tp, uneven vocabulary": ("4x1x1", {"vocab_size": 57}),
+    "sp": ("2x1x1", {}),
+    "sp, microbatches": ("2x1x1", {"micro_batch_size": 2}),
+    "data parallel": ("1x1x4", {"zero": 0}),
+    "data parallel, microbatches": ("1x1x2", {"zero": 0, "micro_batch_size": 1}),
+    "zero 3": ("1x1x4", {}),
+    "zero 3, uneven rows": ("1x1x3", {"global_batch_size": 6}),
+    "zero 3, rows for some ranks": ("1x1x8", {"vocab_size": 7, "width": 24, "heads": 4}),
+    "zero 3, microbatches": ("1x1x2", {"micro_batch_size": 1}),
+    "zero 3, kept for backward": (
+        "1x1x3",
+        {"reshard_after_forward": False, "micro_batch_size": 2, "global_batch_size": 12},
+    ),
+    "zero 3, gathered far ahead": ("1x1x2", {"prefetch_depth": 2, "layers": 4}),
+    "zero 3, weights on the host": ("1x1x2", {"offload": "weights", "micro_batch_size": 1}),
+    "one rank, weights on the host": ("1x1x1", {"offload": "weights"}),
+    "optimizer on the host": ("2x1x2", {"offload": "optimizer", "zero": 0}),
+    "zero 3 of copies alone": ("dp_replicate=2", {"micro_batch_size": 2}),
+    "hybrid": ("dp_replicate=2,dp_shard=2", {"micro_batch_size": 1}),
+    "hybrid, replicated": ("dp_replicate=2,dp_shard=2", {"zero": 0}),
+    "zero 1": ("1x1x4", {"zero": 1, "micro_batch_size": 1}),
+    "zero 2, uneven rows": ("1x1x3", {"zero": 2, "global_batch_size": 6, "micro_batch_size": 1}),
+    "zero 2, rows for some ranks": ("1x1x8", {"zero": 2, "vocab_size": 7, "width": 24, "heads": 4}),
+    "zero 2, deferred": ("1x1x2", {"zero": 2, "micro_batch_size": 1, "defer_reduce": True}),
+    "zero 3, deferred": ("1x1x2", {"micro_batch_size": 1, "defer_reduce": True}),
+    "zero 1 of copies alone": ("dp_replicate=2", {"zero": 1, "micro_batch_size": 2}),
+    "hybrid, zero 2": ("dp_replicate=2,dp_shard=2", {"zero": 2, "micro_batch_size": 1}),
+    "hybrid, deferred": (
+        "dp_replicate=2,dp_shard=2",
+        {"micro_batch_size": 1, "defer_reduce": True},
+    ),
+    "2x2x2, zero 1": ("2x2x2", {"zero": 1, "vocab_size": 57}),
+    "hybrid and pp, zero 2": ("dp_replicate=2,dp_shard=2,pp=2", {"zero": 2}),
+    "2x2x2, zero 2": ("2x2x2", {"zero": 2, "schedule": "gpipe", "sequence_parallel": False}),
+    "ddp": ("1x1x2", {"zero": 0, "ddp": True, "micro_batch_size": 1}),
+    "ddp, small buckets": ("1x1x4", {"zero": 0, "ddp": True, "ddp_bucket_mb": 0.03}),
+    "ddp, smallest buckets": ("1x1x2", {"zero": 0, "ddp": True, "ddp_bucket_mb": 1e-6}),
+    "ddp, hybrid": ("dp_replicate=2,dp_shard=2", {"zero": 0, "ddp": True, "ddp_bucket_mb": 0.02}),
+    "ddp, static graph": (
+        "1x1x2",
+        {"zero": 0, "ddp": True, "ddp_static_graph": True, "ddp_bucket_mb": 0.01},
+    ),
+    "ddp and pp": ("1x2x2", {"zero": 0, "ddp": True, "ddp_bucket_mb": 0.02, "layers": 3}),
+    "pipeline": ("1x4x1", {"layers": 5}),
+    "pipeline, gpipe": ("1x2x1", {"schedule": "gpipe", "micro_batch_size": 8}),
+    "2x2x2": ("2x2x2", {"vocab_size": 57}),
+    "4x1x2": ("4x1x2", {}),
+    "1x4x2": ("1x4x2", {"layers": 4}),
+    "2x1x3, uneven": ("2x1x3", {"ffn_width": 50, "global_batch_size": 12}),
+    "2x2x1, microbatches": ("2x2x1", {"micro_batch_size": 1}),
+    "2x2x2, replicated": ("2x2x2", {"zero": 0, "schedule": "gpipe"}),
+    "2x2x2, freed after forward": ("2x2x2", {"reshard_after_forward": True}),
+    "gpipe, freed after forward": (
+        "1x2x2",
+        {"reshard_after_forward": True, "schedule": "gpipe", "micro_batch_size": 1},
+    ),
+    "1x2x3": ("1x2x3", {"global_batch_size": 12}),
+    "hybrid and tp": ("dp_replicate=2,dp_shard=2,tp=2", {}),
+    "hybrid and tp, replicated": ("dp_replicate=2,dp_shard=2,tp=2", {"zero": 0}),
+    "grid": ("tp=2x2", {}),
+    "grid, microbatches": ("tp=2x2", {"micro_batch_size": 1, "vocab_size": 62, "seq_len": 7}),
+    "grid of nine, uneven": (
+        "tp=3x3",
+        {"heads": 6, "kv_heads": None, "width": 36, "ffn_width": 33, "global_batch_size": 9},
+    ),
+    "grid and zero 3": ("tp=2x2,dp=2", {"micro_batch_size": 1}),
+    "grid, replicated": ("tp=2x2,dp=2", {"zero": 0}),
+    "grid and zero 1": ("tp=2x2,dp=2", {"zero": 1, "micro_batch_size": 1}),
+    "grid and zero 2": ("tp=2x2,dp=2", {"zero": 2, "micro_batch_size": 1}),
+    "grid and hybrid": ("tp=2x2,dp_replicate=2,dp_shard=2", {}),
+    "grid and pp": ("tp=2x2,pp=2", {}),
+    "grid, pp and dp": ("tp=2x2,pp=2,dp=2", {"schedule": "gpipe"}),
+    "hybrid and pp": ("dp_replicate=2,dp_shard=2,pp=2", {"schedule": "gpipe"}),
+}
+
+
+def place_of(trainer: Trainer) -> Place:
+    axes = {field.name for field in dataclasses.fields(Place)} & set(trainer.mesh.mesh_dim_names)
+    return Place(**{axis: trainer.mesh.get_local_rank(axis) for axis in axes})
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one rank is seen to communicate in a later step, call by call."""
+
+    place: Place
+    calls: list[Traffic]
+
+
+def record(config: Config, cls: type[Trainer], world: World) -> Recorded:
+    trainer, batches = cls(config, world), batches_for(config)
+    batch = batches.batch(0, trainer.samples)
+    first_ones = 1 + config.parallel.ddp + config.parallel.ddp_static_graph
+    for step in range(first_ones):
+        trainer.step(step, batch.tokens, batch.labels)
+    with CommRecorder(trainer.mesh) as recorder:
+        trainer.step(first_ones, batch.tokens, batch.labels)
+    assert recorder.table() == merged(recorder.calls)
+    return Recorded(place_of(trainer), recorder.calls)
+
+
+def record_all(config: Config, cls: type[Trainer] = Trainer) -> list[Recorded]:
+    main = partial(record, config, cls)
+    return threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)
+
+
+def hold_to_closed_form(config: Config) -> None:
+    for rank in record_all(config):
+        assert merged(rank.calls) == step_traffic(config, rank.place), rank.place
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", CASES)
+def test_counted_is_predicted(case: str, family: str) -> None:
+    mesh, values = CASES[case]
+    hold_to_closed_form(small_config(mesh, **FAMILIES[family] | values))
+
+
+@pytest.mark.parametrize("mesh", ["2x2x2", "dp_replicate=2,dp_shard=2,tp=2", "tp=2x2,dp=2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_counted_is_predicted_in_every_dtype(mesh: str, dtype: str) -> None:
+    hold_to_closed_form(small_config(mesh, dtype=dtype))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("mesh", ["1x2x2", "2x2x1", "1x1x2", "tp=2x2,pp=2"])
+def test_counted_is_predicted_tied_and_untied(mesh: str, tied: bool) -> None:
+    hold_to_closed_form(small_config(mesh, tied_embeddings=tied, micro_batch_size=1))
+
+
+@pytest.mark.parametrize("case", ["2x2x2", "1x2x3", "hybrid and tp", "hybrid, replicated", "grid"])
+def test_processes_and_threads_record_the_same_calls(case: str) -> None:
+    """In the same order, on every rank: of torch's own groups a dispatch mode sees them."""
+    mesh, values = CASES[case]
+    config = small_config(mesh, **values)
+    size = config.parallel.mesh.num_ranks
+    main = partial(record, config, Trainer)
+    assert spawn(size, main, timeout=SECONDS) == record_all(config)
+
+
+class ReducesEachMicrobatch(Trainer):
+    def choose_reduction(self, *, is_last: bool) -> None:  # noqa: ARG002 - that is the point
+        super().choose_reduction(is_last=True)
+
+
+def test_one_reduction_a_step_moves_an_eighth() -> None:
+    """Of the gradient bytes of reducing each of 8 microbatches; both are counted."""
+    config = small_config("1x1x2", zero=0, global_batch_size=16, micro_batch_size=1)
+    assert config.microbatches == 8
+    once, each = (record_all(config, cls)[0] for cls in (Trainer, ReducesEachMicrobatch))
+    # The first call counts the tokens, the last one sums loss and norm.
+    (gradients,) = merged(once.calls[1:-1])
+    assert gradients == merged(data_parallel_gradients(config, once.place))[0]
+    assert merged(each.calls[1:-1]) == [gradients.times(8)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "mesh", ["2x2x2", "4x1x2", "2x1x4", "dp_replicate=2,dp_shard=2,pp=2", "tp=2x2,dp=2"]
+)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_shapes_are_those_of_the_model(mesh: str, zero: int, family: str) -> None:
+    config = small_config(mesh, zero=zero, layers=3, width=48, ffn_width=52, **FAMILIES[family])
+
+    def main(world: World) -> None:
+        trainer = Trainer(config, world)
+        place = place_of(trainer)
+        weights = trainer.optimizer.weights
+        predicted = [p for group in groups(config, place) for p in group.values()]
+        found = [tuple(shard.shape) for shard in trainer.optimizer.shards.values()]
+        assert sorted(owned_shape(p, config, place) for p in predicted) == sorted(found)
+        held = [tuple(local_tensor(weight).shape) for weight in weights.values()]
+        assert sorted(rest_shape(p, config, place) for p in predicted) == sorted(held)
+        assert sorted(p.shape for p in predicted) == sorted(
+            tuple(w.shape) for w in weights.values()
+        )
+
+    threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)

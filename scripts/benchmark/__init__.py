@@ -1,0 +1,1 @@
+"""What bench_step.py times ours against."""
