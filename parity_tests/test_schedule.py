@@ -163,6 +163,15 @@ def test_closed_forms_of_unequal_times(name: str, times: Times3) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_idle_times_have_the_unit_of_the_times(name: str) -> None:
+    schedule = schedule_of(name, 3, 9, default_stages_per_rank(name))
+    expected = idle_time(
+        name, num_ranks=3, num_microbatches=9, forward=2, backward_input=2, backward_weight=2
+    )
+    assert idle(played(schedule, (2, 2, 2)), 1) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_few_microbatches(name: str) -> None:
     """Below p there is no closed form of the time but GPipe's; that of live microbatches holds."""
     for p in (1, 3, 5):

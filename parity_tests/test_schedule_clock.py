@@ -6,6 +6,8 @@ of a send or a receive, sets the clock to when that is.
 """
 
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +25,7 @@ from dtensor_llm.schedules.torch_orders import (
     default_stages_per_rank,
     make_schedule,
 )
+from parity_tests.harness import ROOT, SECONDS, Script
 
 CLASSES = ONE_STAGE | LOOP | V_SHAPED
 Message = tuple[str, int, int]  # "F" or "B", the stage that receives it, microbatch
@@ -184,3 +187,24 @@ def test_same_times_as_torch(
                     assert span[1:] == pytest.approx(other[1:], rel=1e-12), span.action
         ends = [max(span.end for own in spans for span in own) for spans in (simulated, found)]
         assert ends[0] == pytest.approx(ends[1], rel=1e-12)
+
+
+def test_script_times_processes() -> None:
+    """Here it must only run: how close it comes depends on what else the machine does."""
+    line = "--schedules 1f1b zbv --stages 2 --microbatches 2 --steps 1 --unit 5 --bound 1e-9"
+    command = [sys.executable, str(ROOT / "scripts" / "time_schedules.py"), *line.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 1, done.stderr
+    cells = [line.split() for line in done.stdout.splitlines()[2:]]
+    rows = {name: [float(cell) for cell in rest] for name, *rest in cells}
+    assert list(rows) == ["1f1b", "zbv"]
+    for simulated, measured, ratio in rows.values():
+        assert measured >= simulated
+        assert ratio == pytest.approx(measured / simulated, abs=0.1)
+
+
+def test_script_refuses_what_torch_refuses(script: Script) -> None:
+    done = script("time_schedules.py", "--schedules 1f1b --stages 4 --microbatches 2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "1f1b with 4 ranks needs at least 4 microbatches, not 2\n"
+    assert script("time_schedules.py", "--stages 0").returncode == 2
