@@ -283,9 +283,9 @@ def zero_weights(config: Config, place: Place) -> list[Traffic]:
 
 
 def zero_gradients(config: Config, place: Place) -> list[Traffic]:
-    """ZeRO: a reduce-scatter over dp_shard, then an all-reduce of the rank's part over
-    dp_replicate, for each group, once a step. Stages 2 and 3 scatter each microbatch, but where that
-    is deferred, as it is under a pipeline of stage 3."""
+    """ZeRO: a reduce-scatter over dp_shard, for each group, and once a step an all-reduce of the
+    rank's part over dp_replicate. Stages 2 and 3 scatter each microbatch, but where that is
+    deferred, as it is under a pipeline of stage 3."""
     parallel = config.parallel
     deferred = parallel.defer_reduce or (parallel.zero == 3 and parallel.mesh.pp > 1)
     scatters = 1 if deferred or parallel.zero == 1 else config.microbatches
