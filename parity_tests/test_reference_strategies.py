@@ -62,14 +62,19 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def make_model(
-    family: str = "gpt2", *, tied: bool = True, dropout: float = 0.0, vocab_size: int = 61
+    family: str = "gpt2",
+    *,
+    tied: bool = True,
+    dropout: float = 0.0,
+    vocab_size: int = 61,
+    layers: int = 4,
 ) -> Model:
     """Every weight random, biases and norms too: a wrong one of any kind then shows."""
     options = ModelOptions(
         vocab_size=vocab_size,
         width=16,
         heads=4,
-        layers=4,
+        layers=layers,
         seq_len=8,
         tied_embeddings=tied,
         dropout=dropout,
@@ -407,7 +412,7 @@ def test_idle_turns_and_live_activations(schedule: Any, stages: int, microbatche
 
 def test_a_deadlock_is_named() -> None:
     programs = [[Action(0, "B", 0)], [Action(1, "F", 0)]]
-    with pytest.raises(RuntimeError, match="every stage waits: 0B0, 1F0"):
+    with pytest.raises(RuntimeError, match="every rank waits: 0B0, 1F0"):
         pipeline_parallel.next_turn(programs, arrived={}, last=1)
 
 

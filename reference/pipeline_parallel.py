@@ -7,21 +7,26 @@
 3. GPipe runs all forwards, then all backwards: each stage holds the activations of m microbatches.
 4. 1F1B starts each backward as early as it can: a stage holds as many as there are stages from it
    to the end, however large m is. The idle turns are the same.
+5. Several smaller stages on each rank fill the pipeline sooner. And a backward cut in two keeps
+   nobody waiting: the gradient of its input at once, those of its weights where the rank idles.
 
-Papers: Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473, section 2.2
-(1F1B with a flush).
+Papers: Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473, sections 2.2.1
+(1F1B with a flush) and 2.2.2 (several stages); Qi et al., arXiv 2401.10241 (the backward in two).
 
     on each rank                weights and optimizer state of its layers
                                 stage 0: embeddings; last stage: final norm, head, loss
     send/receive of b/m t d     forward: m to the next stage; backward: m to the one before
     all-reduce of v d           tied weights only: 1 a step between first and last stage, which
                                 both have the embedding, each with a part of its gradient
-    fraction of idle time       (stages - 1) / (m + stages - 1)
+    fraction of idle time       (stages - 1) / (m + stages - 1), of GPipe and 1F1B
     microbatches held           GPipe: m; 1F1B: min(m, stages - stage)
 
-Actions are written as in torch: "2F0" is the forward of microbatch 0 on stage 2.
+Actions are written as in torch: "2F0" is the forward of microbatch 0 on stage 2, "2B0" its whole
+backward, "2I0" the gradient of its input, "2W0" those of its weights. A schedule is a list of them
+for each rank, which does them in that order, each once what it needs has arrived.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -49,7 +54,7 @@ class Action(NamedTuple):
     """One thing that a stage does."""
 
     stage: int
-    kind: Literal["F", "B"]
+    kind: Literal["F", "B", "I", "W"]
     microbatch: int
 
     def __str__(self) -> str:
@@ -60,8 +65,9 @@ class Action(NamedTuple):
 class Execution:
     """The result of a schedule, and how it came about.
 
-    `timetable` has a row for each turn: what each stage did in it, None where it was idle.
-    `live` has, after each action, the number of microbatches whose activations its stage holds.
+    `timetable` has a row for each turn: what each rank did in it, None where it was idle.
+    `live` has, after each action, the number of microbatches whose activations its rank holds; one
+    that two of its stages hold counts twice.
     """
 
     loss: float
@@ -103,7 +109,7 @@ def run(
     microbatches: int,
     schedule: Schedule,
 ) -> Execution:
-    """Train on one batch, and report what happened when.
+    """Train on one batch with a stage on each rank, and report what happened when.
 
     Args:
         model: whole weights, at least one block for each stage.
@@ -117,27 +123,45 @@ def run(
     Raises:
         ValueError: more stages than blocks.
     """
+    programs = [actions(schedule, stage, stages, microbatches) for stage in range(stages)]
+    return execute(model, tokens, labels, dropout, programs=programs)
+
+
+def execute(
+    model: Model,
+    tokens: Tensor,
+    labels: Tensor,
+    dropout: Dropout | None = None,
+    *,
+    programs: Sequence[Sequence[Action]],
+) -> Execution:
+    """Train on one batch by any schedule: `programs[rank]` is what a rank does, in its order.
+
+    Raises:
+        ValueError: more stages than blocks.
+        RuntimeError: a deadlock.
+    """
+    stages = 1 + max(action.stage for program in programs for action in program)
+    microbatches = 1 + max(action.microbatch for program in programs for action in program)
     if model.options.layers < stages:
         raise ValueError(f"{model.options.layers} blocks are too few for {stages} stages")
-    ranks = [make_stage(model, index, stages) for index in range(stages)]
-    programs = [actions(schedule, index, stages, microbatches) for index in range(stages)]
+    pipeline = [make_stage(model, index, stages) for index in range(stages)]
     pieces = list(split_batch(tokens, labels, dropout, microbatches))
     total = max(1, num_valid(labels))
+    left = [list(program) for program in programs]
     arrived: dict[Action, Tensor] = {}
     timetable: list[list[Action | None]] = []
     live: dict[Action, int] = {}
-    while any(programs):
-        turn = next_turn(programs, arrived, last=stages - 1)
+    while any(left):
+        turn = next_turn(left, arrived, last=stages - 1)
         timetable.append(turn)
-        for action in filter(None, turn):
-            stage = ranks[action.stage]
-            if action.kind == "F":
-                stage.forward(action, pieces[action.microbatch], total, arrived)
-            else:
-                stage.backward(action, arrived)
-            live[action] = len(stage.outputs)
-    loss = sum(ranks[-1].losses)
-    return Execution(loss, join_gradients(ranks, model), timetable, live)
+        for program, action in zip(programs, turn, strict=True):
+            if action is not None:
+                pipeline[action.stage].act(action, pieces[action.microbatch], total, arrived)
+                own = {action.stage for action in program}
+                live[action] = sum(len(pipeline[stage].outputs) for stage in own)
+    loss = sum(pipeline[-1].losses)
+    return Execution(loss, join_gradients(pipeline, model), timetable, live)
 
 
 def actions(schedule: Schedule, stage: int, stages: int, microbatches: int) -> list[Action]:
@@ -155,30 +179,39 @@ def actions(schedule: Schedule, stage: int, stages: int, microbatches: int) -> l
 def next_turn(
     programs: list[list[Action]], arrived: dict[Action, Tensor], last: int
 ) -> list[Action | None]:
-    """Take the next action of every stage for which what it needs has arrived.
+    """Take the next action of every rank for which what it needs has arrived.
 
     Raises:
-        RuntimeError: no stage can go on: a deadlock.
+        RuntimeError: no rank can go on: a deadlock.
     """
     turn: list[Action | None] = []
     for program in programs:
-        needs_nothing = program and program[0][:2] in ((0, "F"), (last, "B"))
-        ready = program and (needs_nothing or program[0] in arrived)
+        ready = program and needs(program[0], last) in (None, *arrived)
         turn.append(program[0] if ready else None)
     if not any(turn):
         waiting = ", ".join(str(program[0]) for program in programs if program)
-        raise RuntimeError(f"every stage waits: {waiting}")
+        raise RuntimeError(f"every rank waits: {waiting}")
     for program, action in zip(programs, turn, strict=True):
         if action:
             program.pop(0)
     return turn
 
 
+def needs(action: Action, last: int) -> Action | None:
+    """The name under which another stage sends what an action needs; None where it needs nothing.
+
+    Gradients go by the name of a whole backward.
+    """
+    if action.kind == "F":
+        return action if action.stage > 0 else None
+    return None if action.kind == "W" or action.stage == last else action._replace(kind="B")
+
+
 @dataclass
 class Stage:
-    """A rank: some blocks, and what it holds of each microbatch from its forward to its backward.
+    """Some blocks, and what is held of each microbatch from its forward to its backward.
 
-    What a stage sends is put into `arrived` under the action that needs it.
+    What a stage sends is put into `arrived` under the name of the action that needs it.
     """
 
     blocks: range
@@ -186,7 +219,21 @@ class Stage:
     options: ModelOptions
     inputs: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[int, Tensor | None] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
+
+    def act(
+        self, action: Action, piece: Microbatch, total: int, arrived: dict[Action, Tensor]
+    ) -> None:
+        """Do one action."""
+        if action.kind == "F":
+            self.forward(action, piece, total, arrived)
+        elif action.kind == "W":
+            self.backward_weights(action.microbatch)
+        else:
+            self.backward_input(action, arrived)
+            if action.kind == "B":
+                self.backward_weights(action.microbatch)
 
     def forward(
         self, action: Action, piece: Microbatch, total: int, arrived: dict[Action, Tensor]
@@ -208,14 +255,25 @@ class Stage:
             arrived[Action(stage + 1, "F", number)] = x.detach()
         self.outputs[number] = x
 
-    def backward(self, action: Action, arrived: dict[Action, Tensor]) -> None:
-        """Go back through one microbatch's graph, and send the gradient of its input back."""
+    def backward_input(self, action: Action, arrived: dict[Action, Tensor]) -> None:
+        """Go back through one microbatch's graph to its input, and send that one's gradient back.
+
+        The graph stays, and the output's gradient with it: the weights need both.
+        """
         stage, _, number = action
-        torch.autograd.backward(self.outputs.pop(number), arrived.pop(action, None))
+        gradient = self.gradients[number] = arrived.pop(action._replace(kind="B"), None)
         if stage > 0:
-            gradient = self.inputs.pop(number).grad
-            assert gradient is not None
-            arrived[Action(stage - 1, "B", number)] = gradient
+            (arrived[Action(stage - 1, "B", number)],) = torch.autograd.grad(
+                self.outputs[number], self.inputs.pop(number), gradient, retain_graph=True
+            )
+
+    def backward_weights(self, number: int) -> None:
+        """Go back once more, now to the weights, and let go of the microbatch.
+
+        On a real rank the gradients on the way are kept from the first time, not computed again.
+        """
+        output, gradient = self.outputs.pop(number), self.gradients.pop(number)
+        torch.autograd.backward(output, gradient, inputs=list(self.weights.values()))
 
 
 def make_stage(model: Model, index: int, stages: int) -> Stage:

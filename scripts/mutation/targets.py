@@ -16,6 +16,12 @@ OPTIMIZER, TRAIN, MODEL, RNG = "test_optimizer", "test_train", "test_model", "te
 
 STEP = (TRAIN, DATA, TENSOR, SEQUENCE, PIPELINE, ZERO)
 TENSORS = (TENSOR, SEQUENCE, MODEL, PIPELINE, ZERO)
+SCHEDULES = (
+    "test_schedule_check",
+    "test_schedule_clock",
+    "test_schedule",
+    "test_schedule_runs",
+)
 SUMS = (TENSOR, DATA, SEQUENCE, ZERO, OPTIMIZER)
 
 TESTS: dict[str, tuple[str, ...]] = {
@@ -34,6 +40,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "parallel/tensor_parallel.py": TENSORS,
     "parallel/tensor_parallel_2d.py": (TENSOR_2D,),
     "parallel/zero.py": SUMS,
+    "planner/schedule.py": SCHEDULES,
+    "schedules/actions.py": SCHEDULES,
+    "schedules/check.py": SCHEDULES,
+    "schedules/closed_forms.py": SCHEDULES,
+    "schedules/csv_files.py": SCHEDULES,
+    "schedules/torch_orders.py": SCHEDULES,
 }
 
 # id of a mutant: why it changes nothing that a test could see.
@@ -49,4 +61,6 @@ EQUIVALENT: dict[str, str] = {
     "rng.py:normal://>*:a79e8598": "how many numbers are drawn at once: speed and memory",
     "rng.py:_fields_of_runs:1>0:39d8fe2c": "draws a block more, which nobody reads",
     "rng.py:_encipher:bound+1:a0047148": "prepares a key more, which no round takes",
+    "parallel/tensor_parallel_2d.py:module:Shard>Replicate:4df24c56": "only Partial is asked for",
+    "parallel/tensor_parallel_2d.py:module:0>1:1b1b3816": "only Partial is asked for",
 }

@@ -1,0 +1,189 @@
+"""Refuses a schedule that cannot run, and shows where: its grid, with the culprits marked.
+
+A schedule is sound when every stage is on one rank and does, for each microbatch, one F and either
+one B or one I and one W; and when no rank waits for ever. The second is found by playing it through
+as the ranks would, whatever the times: an action is done once all that it needs is there.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from dtensor_llm.schedules.actions import (
+    Action,
+    Schedule,
+    Step,
+    needs,
+    outcome,
+    step_text,
+)
+
+Place = tuple[int, int]  # rank, and the number of its step
+_MOST_ROWS = 40
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run: why, and its grid with the culprits in > and <."""
+
+    def __init__(
+        self, problem: str, cells: Sequence[Sequence[str]] = (), culprits: Sequence[Place] = ()
+    ) -> None:
+        self.problem, self.culprits = problem, tuple(culprits)
+        super().__init__(f"{problem}\n\n{grid(cells, culprits)}" if cells else problem)
+
+
+def sweep(schedule: Schedule) -> list[tuple[int, Step]]:
+    """Every step and its rank, in an order in which each finds what it needs.
+
+    By turns each rank that can does one step: so torch finds where receives are to be posted.
+
+    Raises:
+        ScheduleError: the schedule is not sound.
+    """
+    places = _places(schedule)
+    for problem, culprits in _incomplete(schedule, places):
+        raise ScheduleError(problem, cells_of(schedule), culprits)
+    order: list[tuple[int, Step]] = []
+    done: set[Action] = set()
+    at = [0] * schedule.num_ranks
+    going = True
+    while going:
+        going = False
+        for rank, program in enumerate(schedule.programs):
+            while at[rank] < len(program) and not program[at[rank]]:
+                at[rank] += 1
+            if at[rank] < len(program) and not missing(program[at[rank]], done, schedule):
+                order.append((rank, program[at[rank]]))
+                done.update(filter(None, map(outcome, program[at[rank]])))
+                at[rank] += 1
+                going = True
+    stuck = {r: step for r, step in enumerate(at) if step < len(schedule.programs[r])}
+    if stuck:
+        raise _deadlock(schedule, stuck, done, places)
+    return order
+
+
+def missing(step: Step, done: set[Action], schedule: Schedule) -> tuple[Action, Action] | None:
+    """The first action of a step that cannot start, and what it lacks.
+
+    A pair's backward may need its own forward; other ranks get neither before both are done.
+    """
+    own: set[Action] = set()
+    for action in step:
+        for need in needs(action, schedule.num_stages):
+            if need not in done and need not in own:
+                return action, need
+        own.add(action)
+    return None
+
+
+def grid(cells: Sequence[Sequence[str]], culprits: Sequence[Place] = ()) -> str:
+    """Steps down, ranks across; culprits as `>2B0<`. Of a long grid, the rows around them."""
+    rows = max(map(len, cells), default=0)
+    first, last = 0, rows
+    if rows > _MOST_ROWS:
+        steps = [step for _, step in culprits] or [0]
+        first = max(0, min(steps) - _MOST_ROWS // 4)
+        last = min(rows, first + _MOST_ROWS)
+    lines = [["step", *(f"rank {rank}" for rank in range(len(cells)))]]
+    for step in range(first, last):
+        texts = [own[step] if step < len(own) else "" for own in cells]
+        marked = [f">{t}<" if (r, step) in culprits else f" {t}" for r, t in enumerate(texts)]
+        lines.append([str(step), *marked])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    above = [f"({first} steps before)"] if first else []
+    below = [f"({rows - last} steps after)"] if last < rows else []
+    return "\n".join([shown[0], *above, *shown[1:], *below])
+
+
+def cells_of(schedule: Schedule) -> list[list[str]]:
+    """A schedule as a grid of texts, one row for each rank."""
+    return [[step_text(step) for step in program] for program in schedule.programs]
+
+
+def _places(schedule: Schedule) -> dict[Action, list[Place]]:
+    places: dict[Action, list[Place]] = defaultdict(list)
+    for rank, program in enumerate(schedule.programs):
+        for index, step in enumerate(program):
+            for action in step:
+                places[action].append((rank, index))
+    return places
+
+
+def _incomplete(
+    schedule: Schedule, places: dict[Action, list[Place]]
+) -> Iterator[tuple[str, list[Place]]]:
+    """Problems and their culprits: each stage on one rank, each of its actions there, and once."""
+    if not schedule.programs:
+        yield "the schedule has no ranks", []
+    for rank, program in enumerate(schedule.programs):
+        if not any(program):
+            yield f"rank {rank} has no actions", []
+    ranks: dict[int, Counter[int]] = defaultdict(Counter)
+    for action, found in places.items():
+        ranks[action.stage].update(rank for rank, _ in found)
+    for action, found in places.items():
+        home, _ = ranks[action.stage].most_common(1)[0]
+        where = f"stage {action.stage} is on rank {home}"
+        away = [place for place in found if place[0] != home]
+        for rank, step in away:
+            yield f"rank {rank}, step {step}: {action} is on the wrong rank: {where}", away
+        if len(found) > 1:
+            steps = " and ".join(str(step) for _, step in found)
+            yield f"rank {home} does {action} more than once: steps {steps}", found
+    microbatches = range(1 + max(action.microbatch for action in places))
+    for stage in range(1 + max(ranks)):
+        if stage not in ranks:
+            yield f"stage {stage} is on no rank, but stage {max(ranks)} is", []
+        for microbatch in microbatches:
+            kinds = [kind for kind in "FBIW" if Action(stage, kind, microbatch) in places]
+            if kinds not in (["F", "B"], ["F", "I", "W"]):
+                own = [places[Action(stage, kind, microbatch)][0] for kind in kinds]
+                yield _wrong_kinds(stage, microbatch, kinds), own
+
+
+def _wrong_kinds(stage: int, microbatch: int, kinds: list[str]) -> str:
+    has = " and ".join(kinds) or "nothing"
+    cure = next(
+        (f"{stage}{kind}{microbatch} is missing" for kind in _lacking(kinds)),
+        "B is I and W in one: leave out B, or I and W",
+    )
+    return f"stage {stage} does {has} for microbatch {microbatch}: {cure}"
+
+
+def _lacking(kinds: list[str]) -> str:
+    if "F" not in kinds:
+        return "F"
+    if "I" in kinds or "W" in kinds:
+        return "".join(kind for kind in "IW" if kind not in kinds and "B" not in kinds)
+    return "" if "B" in kinds else "B"
+
+
+def _deadlock(
+    schedule: Schedule,
+    stuck: dict[int, int],
+    done: set[Action],
+    places: dict[Action, list[Place]],
+) -> ScheduleError:
+    """Follow who waits for whom, from the first rank that is stuck, until the circle closes."""
+    rank = min(stuck)
+    chain: list[int] = []
+    sentences = []
+    while rank not in chain:
+        chain.append(rank)
+        step = stuck[rank]
+        lack = missing(schedule.programs[rank][step], done, schedule)
+        assert lack is not None
+        action, need = lack
+        maker = need if need in places else need._replace(kind="I")
+        other, when = places[maker][0]
+        late = " of the same rank" if other == rank else f" of rank {other}"
+        sentences.append(f"rank {rank}, step {step}: {action} waits for {maker}, step {when}{late}")
+        rank = other
+    circle = chain[chain.index(rank) :]
+    told = "\n".join(sentences[chain.index(rank) :])
+    return ScheduleError(
+        f"the schedule cannot run:\n{told}",
+        cells_of(schedule),
+        [(rank, stuck[rank]) for rank in circle],
+    )
