@@ -229,8 +229,8 @@ def draw_batch(random: Random, mesh: MeshSizes) -> Values:
 
 def draw_data_parallel(random: Random, values: Values) -> Values:
     """A ZeRO stage or DDP, and when to reduce."""
-    mesh, zero = values["mesh"], random.choice((0, 1, 2, 3))
-    ddp = zero == 0 and mesh.tp * mesh.tp_row == 1 and random.random() < 0.7
+    mesh, zero = values["mesh"], random.choice((0, 0, 1, 2, 3))
+    ddp = zero == 0 and mesh.tp * mesh.tp_row == 1 and random.random() < 0.9
     microbatches = values["global_batch_size"] // (mesh.dp * (values["micro_batch_size"] or 1))
     at_once = microbatches == 1 or (values["micro_batch_size"] is None and mesh.pp == 1)
     return {
@@ -338,7 +338,7 @@ UNRULY: dict[str, Redraw] = {
     "ffn_width": number("ffn_width", 1, 60),
     "layers": number("layers", 1, 4),
     "seq_len": number("seq_len", 1, 12),
-    "vocab_size": lambda random, values: {"vocab_size": random.randint(1, values["mesh"].tp + 3)},
+    "vocab_size": lambda random, values: {"vocab_size": random.randint(1, values["mesh"].tp)},
     "global_batch_size": number("global_batch_size", 1, 24),
     "micro_batch_size": number("micro_batch_size", 1, 4),
     "schedule": lambda *_: {"schedule": "1f1b"},

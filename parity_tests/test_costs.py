@@ -1,6 +1,5 @@
 """Communication: what a step is seen to communicate is what the closed form says, to the byte."""
 
-import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 
 from dtensor_llm.config import Config
 from dtensor_llm.plan import local_tensor
+from dtensor_llm.planner.contract import first_steps, place_of
 from dtensor_llm.planner.costs import data_parallel_gradients, step_traffic
 from dtensor_llm.planner.parameters import Place, groups, owned_shape, rest_shape
 from dtensor_llm.planner.recorder import CommRecorder
@@ -17,8 +17,6 @@ from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
 from dtensor_llm.worlds.processes_spawn import spawn
 from parity_tests.harness import LLAMA, SECONDS, batches_for, small_config
-
-FAMILIES = {"gpt2": {}, "llama": LLAMA}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one rank": ("1x1x1", {}),
@@ -99,11 +97,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def place_of(trainer: Trainer) -> Place:
-    axes = {field.name for field in dataclasses.fields(Place)} & set(trainer.mesh.mesh_dim_names)
-    return Place(**{axis: trainer.mesh.get_local_rank(axis) for axis in axes})
-
-
 @dataclass(frozen=True)
 class Recorded:
     """What one rank is seen to communicate in a later step, call by call."""
@@ -115,13 +108,12 @@ class Recorded:
 def record(config: Config, cls: type[Trainer], world: World) -> Recorded:
     trainer, batches = cls(config, world), batches_for(config)
     batch = batches.batch(0, trainer.samples)
-    first_ones = 1 + config.parallel.ddp + config.parallel.ddp_static_graph
-    for step in range(first_ones):
+    for step in range(first_steps(config)):
         trainer.step(step, batch.tokens, batch.labels)
     with CommRecorder(trainer.mesh) as recorder:
-        trainer.step(first_ones, batch.tokens, batch.labels)
+        trainer.step(first_steps(config), batch.tokens, batch.labels)
     assert recorder.table() == merged(recorder.calls)
-    return Recorded(place_of(trainer), recorder.calls)
+    return Recorded(place_of(trainer.mesh), recorder.calls)
 
 
 def record_all(config: Config, cls: type[Trainer] = Trainer) -> list[Recorded]:
@@ -134,11 +126,16 @@ def hold_to_closed_form(config: Config) -> None:
         assert merged(rank.calls) == step_traffic(config, rank.place), rank.place
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
-def test_counted_is_predicted(case: str, family: str) -> None:
+def test_counted_is_predicted(case: str) -> None:
     mesh, values = CASES[case]
-    hold_to_closed_form(small_config(mesh, **FAMILIES[family] | values))
+    hold_to_closed_form(small_config(mesh, **values))
+
+
+@pytest.mark.parametrize("case", ["tp", "sp", "zero 3, uneven rows", "hybrid", "pipeline", "2x2x2"])
+def test_counted_is_predicted_for_the_other_family(case: str) -> None:
+    mesh, values = CASES[case]
+    hold_to_closed_form(small_config(mesh, **LLAMA | values))
 
 
 @pytest.mark.parametrize("mesh", ["2x2x2", "dp_replicate=2,dp_shard=2,tp=2", "tp=2x2,dp=2"])
@@ -179,17 +176,17 @@ def test_one_reduction_a_step_moves_an_eighth() -> None:
     assert merged(each.calls[1:-1]) == [gradients.times(8)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize(
     "mesh", ["2x2x2", "4x1x2", "2x1x4", "dp_replicate=2,dp_shard=2,pp=2", "tp=2x2,dp=2"]
 )
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_shapes_are_those_of_the_model(mesh: str, zero: int, family: str) -> None:
-    config = small_config(mesh, zero=zero, layers=3, width=48, ffn_width=52, **FAMILIES[family])
+def test_shapes_are_those_of_the_model(mesh: str, zero: int, family: dict[str, Any]) -> None:
+    config = small_config(mesh, zero=zero, layers=3, width=48, ffn_width=52, **family)
 
     def main(world: World) -> None:
         trainer = Trainer(config, world)
-        place = place_of(trainer)
+        place = place_of(trainer.mesh)
         weights = trainer.optimizer.weights
         predicted = [p for group in groups(config, place) for p in group.values()]
         found = [tuple(shard.shape) for shard in trainer.optimizer.shards.values()]

@@ -49,6 +49,8 @@ CASES = {
     "rows_off_by_one_where_uneven": ("gradient", "belongs to rows 31 to 60, where rows 30 to 59"),
     "bucket_read_before_it_is_there": ("gradient", ""),
     "message_reused_before_it_is_sent": ("gradient", ""),
+    "deferred_gradients_not_held": ("gradient", ""),
+    "ddp_reduces_all_microbatches_but_the_last": ("gradient", ""),
     "ddp_averages_over_dp": ("gradient", "0.5 times what is right, throughout: 1/dp"),
     "ddp_goes_by_the_model_inside": ("gradient", "the reduction over dp_shard is missing"),
     "updated_rows_not_gathered": ("update", "right but for rows 31"),

@@ -275,6 +275,8 @@ def record_in(world: World, folder: str, mesh: str, every: int, options: dict[st
         ("2x2x2", {"dropout": 0.1}),
         ("2x1x2", LLAMA | {"optimizer": "sgd", "zero": 0}),
         ("tp=2,dp_replicate=2,dp_shard=2", {"vocab_size": 61}),
+        ("2x1x2", {"vocab_size": 61, "zero": 1}),
+        ("pp=2,dp_replicate=2,dp_shard=2", LLAMA | {"zero": 2, "micro_batch_size": 1}),
         ("tp=2x2,dp=2", {"vocab_size": 61}),
         ("1x1x8", {"optimizer": "sgd", "momentum": 0.0, "width": 8, "ffn_width": 5}),
     ],

@@ -1,21 +1,24 @@
 """ZeRO: every stage equal to its reference and to one device, on uneven shards and in pipelines."""
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from dtensor_llm.buckets import Bucket
+from dtensor_llm.config import Config
 from dtensor_llm.model import GPT
 from dtensor_llm.parallel import zero
 from dtensor_llm.plan import Part, local_tensor
+from dtensor_llm.planner.parameters import Place, groups, owned_shape, padded_numel, tp_shape
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
 from parity_tests.harness import (
@@ -27,6 +30,7 @@ from parity_tests.harness import (
     small_config,
     strategy_parity,
 )
+from parity_tests.test_costs import place_of
 from reference import zero as reference
 from reference.model import Model, ModelOptions, initial_weights
 from reference.training import TrainingOptions, options_from
@@ -202,6 +206,84 @@ def test_gradients_held_by_parameters_between_microbatches(
     config = small_config("1x1x2", zero=zero, defer_reduce=defer_reduce, **sizes)
     held = threads.run(2, lambda world: local_gradients(Trainer(config, world)), timeout=SECONDS)
     assert held == [[0, *[int(share * config.model.num_parameters)] * 3]] * 2
+
+
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Of the memory that the tensors are in; what several share counts once."""
+    storages = [local_tensor(x).untyped_storage() for x in tensors if x is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def held_at_rest(config: Config, world: World) -> tuple[Place, tuple[int, int, int]]:
+    """Bytes of weights, gradients and moments between two microbatches of the second step."""
+    trainer = Trainer(config, world)
+    optimizer, buckets = trainer.optimizer, trainer.optimizer.buckets
+    batch = batches_for(config).batch(0, trainer.samples)
+    trainer.step(0, batch.tokens, batch.labels)
+    measured: list[tuple[int, int, int]] = []
+
+    def gradients() -> Iterator[Tensor | None]:
+        yield from (weight.grad for weight in optimizer.weights.values())
+        yield from (bucket.total for bucket in buckets.buckets)
+        for module in trainer.model.modules():
+            # Private: torch shows whole gradients that wait for a later reduction nowhere else.
+            group = module._get_fsdp_state()._fsdp_param_group if is_fsdp(module) else None
+            for parameter in group.fsdp_params if group else ():
+                yield parameter.unsharded_accumulated_grad
+                yield parameter._unsharded_param.grad
+
+    def measure(*_: object) -> None:
+        buckets.finish()
+        moments = [optimizer.state(name)[key] for name in optimizer.shards for key in MOMENTS]
+        weights = bytes_of(optimizer.weights.values())
+        measured.append((weights, bytes_of(gradients()), bytes_of(moments)))
+
+    handle = trainer.model.register_forward_pre_hook(measure)
+    trainer.step(1, batch.tokens, batch.labels)
+    handle.remove()
+    return place_of(trainer), measured[1]
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def expected_at_rest(config: Config, place: Place) -> tuple[int, int, int]:
+    """In closed form: whole, or rows; those that are sent are padded to as many as rank 0's."""
+    parallel, size = config.parallel, config.train.element_size
+    parameters = [p for group in groups(config, place) for p in group.values()]
+    whole = sum(math.prod(tp_shape(p, config, place)) for p in parameters)
+    rows = sum(math.prod(owned_shape(p, config, place)) for p in parameters)
+    padded = sum(padded_numel(p, config, place) for p in parameters) // parallel.mesh.dp_shard
+    weights = padded if parallel.zero == 3 else whole
+    held_whole = parallel.zero < 2 or parallel.defer_reduce
+    gradients = whole if held_whole else padded
+    return weights * size, gradients * size, 2 * rows * size
+
+
+AT_REST = [(0, False), (1, False), (2, True), (2, False), (3, True), (3, False)]
+
+
+@pytest.mark.parametrize(("zero", "defer_reduce"), AT_REST)
+@pytest.mark.parametrize("mesh", ["1x1x3", "dp_replicate=2,dp_shard=2", "2x1x2"])
+def test_memory_at_rest_is_the_closed_form(mesh: str, zero: int, defer_reduce: bool) -> None:
+    values = {"global_batch_size": 12, "micro_batch_size": 1}
+    config = small_config(mesh, zero=zero, defer_reduce=defer_reduce, **values)
+    main = partial(held_at_rest, config)
+    for place, measured in threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS):
+        assert measured == expected_at_rest(config, place), place
+
+
+def test_memory_at_rest_falls_from_stage_to_stage() -> None:
+    """On 4 ranks whose rows are even: 4, 2.5, 1.75 and 1 times the model, of AdamW's 4."""
+    sizes = {"vocab_size": 64, "micro_batch_size": 1}
+    configs = [small_config("1x1x4", zero=zero, **sizes) for zero in (0, 1, 2, 3)]
+    model = configs[0].model.num_parameters * configs[0].train.element_size
+    totals = [
+        sum(threads.run(4, partial(held_at_rest, config), timeout=SECONDS)[0][1])
+        for config in configs
+    ]
+    assert [total / model for total in totals] == [4.0, 2.5, 1.75, 1.0]
 
 
 @pytest.mark.parametrize("zero", [1, 2])

@@ -154,8 +154,7 @@ class _LookUp(torch.autograd.Function):
         for line, (start, length) in enumerate(grid.parts(size)):
             block = broadcast(table, (length, table.shape[1]), grid.column, line)  # v/q d/q
             own = (index >= start) & (index < start + length)
-            if length:
-                found += F.embedding((index - start).where(own, 0), block) * own[..., None]
+            found += F.embedding((index - start).where(own, 0), block) * own[..., None]
         return found
 
     @staticmethod

@@ -94,20 +94,20 @@ def block_parameters(model: ModelConfig) -> Group:
 
 
 def other_parameters(config: Config, place: Place) -> Group:
-    """Those of a stage that are in no block; a tied weight once a stage."""
+    """Those of a stage that are in no block, in the order of use; a tied weight once a stage."""
     model = config.model
     first, last = is_first(place), is_last(config, place)
     table = Parameter((model.vocab_size, model.width), split=0)
     found: dict[str, Parameter] = {}
-    if first or (last and model.tied_embeddings):
+    if first:
         found["token_embedding.weight"] = table
     if first and model.positions == "learned":
         positions = Parameter((model.seq_len, model.width), meets_residual=True)
         found["position_embedding.weight"] = positions
     if last:
         found |= norm_parameters("final_norm", model)
-    if last and not model.tied_embeddings:
-        found["head.weight"] = table
+    if last and not (first and model.tied_embeddings):
+        found["token_embedding.weight" if model.tied_embeddings else "head.weight"] = table
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -76,8 +77,8 @@ _OPERATORS = {
     "_c10d_functional::broadcast_": ("broadcast", "input"),
     "dtensor_llm::reduce_scatter": ("reduce-scatter", "input"),
 }
+_GROUPS = ("process_group", "group_name")  # the argument; an operator without one sends nothing
 _NAMESPACES = {"c10d", "_c10d_functional", "dtensor_llm"}
-_SILENT = {"_c10d_functional::wait_tensor", "c10d::check_for_nan"}
 
 
 class _Observers(threading.local):
@@ -120,11 +121,13 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace in _NAMESPACES and func._schema.name not in _SILENT:
-            names = (argument.name for argument in func._schema.arguments)
-            self._observer(
-                _read(func._schema.name, dict(zip(names, args, strict=False)) | (kwargs or {}))
-            )
+        if DTensor in types:
+            return NotImplemented  # it calls again, with local tensors, and may communicate
+        if func.namespace in _NAMESPACES:
+            names = [argument.name for argument in func._schema.arguments]
+            if any(name in _GROUPS for name in names):
+                arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
+                self._observer(_read(func._schema.name, arguments))
         return func(*args, **(kwargs or {}))
 
 

@@ -7,8 +7,9 @@ from unittest.mock import patch
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
-from dtensor_llm import buckets
+from dtensor_llm import buckets, train
 from dtensor_llm.buckets import Bucket, Buckets
 from dtensor_llm.model import GPT
 from dtensor_llm.parallel import data_parallel
@@ -224,4 +225,50 @@ def ddp_goes_by_the_model_inside() -> Iterator[None]:
         return model
 
     with patch.object(data_parallel, "wrap", wrong):
+        yield
+
+
+@fault(
+    "reduction",
+    "zero",
+    "1x1x2",
+    "gradient",
+    sabotaged="gradient",
+    symptom="As if there were one microbatch: the batch is m times smaller than one thinks.",
+    zero=2,
+    defer_reduce=True,
+    micro_batch_size=2,
+)
+def deferred_gradients_not_held() -> Iterator[None]:
+    """Whole gradients are freed after each microbatch, although they are not reduced yet."""
+    arrived = Buckets.arrived
+
+    def wrong(self: Buckets, name: str, weight: torch.Tensor) -> None:
+        arrived(self, name, weight)
+        weight.grad = None
+
+    with patch.object(Buckets, "arrived", wrong):
+        yield
+
+
+@fault(
+    "reduction",
+    "data_parallel",
+    "1x1x2",
+    "gradient",
+    sabotaged="gradient",
+    symptom="The replicas drift apart slowly: each has a last microbatch of its own.",
+    zero=0,
+    ddp=True,
+    micro_batch_size=2,
+)
+def ddp_reduces_all_microbatches_but_the_last() -> Iterator[None]:
+    """`no_sync` is switched the wrong way round."""
+
+    def wrong(self: train.Trainer, *, is_last: bool) -> None:
+        module = self.parallel.module
+        assert isinstance(module, DistributedDataParallel)
+        module.require_backward_grad_sync = not is_last
+
+    with patch.object(train.Trainer, "choose_reduction", wrong):
         yield
