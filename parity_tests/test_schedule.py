@@ -29,7 +29,14 @@ from dtensor_llm.schedules.torch_orders import (
 )
 
 EQUAL = (1.0, 1.0, 1.0)
-UNEQUAL = [(1.0, 1.2, 0.8), (2.0, 0.9, 1.3), (1.0, 3.0, 2.0), (1.0, 1.3, 1.1), (0.7, 0.9, 1.6)]
+UNEQUAL = [
+    (1.0, 1.2, 0.8),
+    (1.0, 1.0, 0.5),
+    (2.0, 0.9, 1.3),
+    (1.0, 3.0, 2.0),
+    (1.0, 1.3, 1.1),
+    (0.7, 0.9, 1.6),
+]
 Times3 = tuple[float, float, float]
 
 
@@ -286,6 +293,11 @@ def test_receives_beside_other_actions() -> None:
     assert shown(timeline)[1][:4] == early
     late = simulate(Schedule(schedule.programs, late=True), Times.equal(2, transfer=0.5))
     assert shown(late)[1][2:4] == [("1F1", 5, 6), ("1F2", 6.5, 7.5)]
+
+
+def test_messages_take_no_time_if_none_is_given() -> None:
+    timeline = simulate(schedule_of("1f1b", 2, 2, 1), Times([1, 1], [1, 1], [1, 1]))
+    assert timeline.makespan == 3 * (2 + 1)
 
 
 def test_times_are_of_every_stage() -> None:
