@@ -127,7 +127,7 @@ def test_copies_of_an_optimizer_step(mesh: str, optimizer: str, zero: int) -> No
             weights = {storage(s) for s in owned}
             out = sum(n for a, b, n in copies.seen if a in gradients and b in room)
             into = sum(n for a, b, n in copies.seen if a in twins and b in weights)
-            assert {"out": out, "in": into} == host.copies(config, place_of(trainer))
+            assert {"out": out, "in": into} == host.copies(config, place_of(trainer.mesh))
             of_host = [n for a, b, n in copies.seen if {a, b} & (room | twins)]
             assert len(of_host) == 2 * len(memory.twins), "and nothing else is copied"
 
@@ -191,7 +191,7 @@ def test_copies_of_offloaded_weights(
         trainer.step(0, batch.tokens, batch.labels)
         moves.out = moves.into = 0
         trainer.step(1, batch.tokens, batch.labels)
-        assert {"out": moves.out, "in": moves.into} == host.copies(config, place_of(trainer))
+        assert {"out": moves.out, "in": moves.into} == host.copies(config, place_of(trainer.mesh))
 
     threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)
 

@@ -280,7 +280,7 @@ def test_a_rank_holds_blocks_of_matrices_and_columns_of_vectors(
         for name, weight in trainer.optimizer.weights.items():
             share = q if weight.ndim == 1 else q * q
             assert local_tensor(weight).numel() * share == weight.numel(), name
-        return set(partial_gradients(trainer.model)) & trainer.optimizer.weights.keys()
+        return set(partial_gradients(trainer.model, "tp_row")) & trainer.optimizer.weights.keys()
 
     weights = reference_for(config).tensors_at[0]["weight"]
     vectors = {name for name, weight in weights.items() if weight.ndim == 1}

@@ -241,7 +241,7 @@ def held_at_rest(config: Config, world: World) -> tuple[Place, tuple[int, int, i
     handle = trainer.model.register_forward_pre_hook(measure)
     trainer.step(1, batch.tokens, batch.labels)
     handle.remove()
-    return place_of(trainer), measured[1]
+    return place_of(trainer.mesh), measured[1]
 
 
 def is_fsdp(module: nn.Module) -> bool:

@@ -294,8 +294,12 @@ def query_key_value(
     if not options.fused_qkv:
         q, k, v = (linear(weights, f"{name}.{role}", x) for role in ("query", "key", "value"))
         return q, k, v
+    return split_fused(linear(weights, f"{name}.qkv", x), options)
+
+
+def split_fused(rows: Tensor, options: ModelOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """What the fused linear gives, b t (g n k), as b t (h k), b t (g k), b t (g k)."""
     roles = (options.heads // options.num_kv_heads, 1, 1)
-    rows = linear(weights, f"{name}.qkv", x)
     groups = rearrange(rows, "b t (g n k) -> b t g n k", n=sum(roles), k=options.head_size)
     q, k, v = (rearrange(y, "b t g n k -> b t (g n k)") for y in groups.split(roles, dim=3))
     return q, k, v

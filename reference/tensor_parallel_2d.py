@@ -43,6 +43,7 @@ from reference.model import (
     drop,
     mix,
     num_valid,
+    split_fused,
     widen,
 )
 from reference.training import Gradients, leaves
@@ -182,13 +183,15 @@ def embed(
 def block(
     grid: Grid, name: str, x: Blocks, options: ModelOptions, masks: list[Dropout | None]
 ) -> Blocks:
-    heads = attention(
-        grid, f"{name}.attention", norm(grid, f"{name}.attention_norm", x, options), options, masks
-    )
+    """One after the other, or both on the same normed x and added up."""
+    first, second = ("norm", None) if options.parallel_block else ("attention_norm", "mlp_norm")
+    normed = norm(grid, f"{name}.{first}", x, options)
+    heads = attention(grid, f"{name}.attention", normed, options, masks)
     y = linear(grid, f"{name}.attention.output", heads)
     x = add(x, drop_width(y, f"{name}.attention_residual_dropout", options, masks))
-    hidden = mlp_hidden(grid, f"{name}.mlp", norm(grid, f"{name}.mlp_norm", x, options), options)
-    y = linear(grid, f"{name}.mlp.down", hidden)
+    if second is not None:
+        normed = norm(grid, f"{name}.{second}", x, options)
+    y = linear(grid, f"{name}.mlp.down", mlp_hidden(grid, f"{name}.mlp", normed, options))
     return add(x, drop_width(y, f"{name}.mlp_residual_dropout", options, masks))
 
 
@@ -197,12 +200,14 @@ def attention(
 ) -> Blocks:
     """Each rank mixes its own heads of its own sequences."""
     q = len(grid)
-    query, key, value = (linear(grid, f"{name}.{role}", x) for role in ("query", "key", "value"))
+    if options.fused_qkv:
+        rows = linear(grid, f"{name}.qkv", x)
+        roles = [[split_fused(own, options) for own in line] for line in rows]
+    else:
+        apart = [linear(grid, f"{name}.{role}", x) for role in ("query", "key", "value")]
+        roles = [list(zip(*line, strict=True)) for line in zip(*apart, strict=True)]
     return [
-        [
-            mix(name, query[i][j], key[i][j], value[i][j], options, masks[i], part=(j, q))
-            for j in range(q)
-        ]
+        [mix(name, *roles[i][j], options, masks[i], part=(j, q)) for j in range(q)]
         for i in range(q)
     ]
 

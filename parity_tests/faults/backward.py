@@ -39,8 +39,8 @@ def moving_gradients(move: Move) -> Any:
 def changing(plan: Callable[..., Any], change: Callable[[Any], None]) -> Callable[..., Any]:
     """The plan with `change` applied to each of its LocalModule styles."""
 
-    def changed(*args: Any) -> Any:
-        table = list(plan(*args))
+    def changed(*args: Any, **options: Any) -> Any:
+        table = list(plan(*args, **options))
         for _, style in table:
             if isinstance(style, LocalModule):
                 change(style)
@@ -159,8 +159,8 @@ def input_of_the_head_forgotten() -> Iterator[None]:
     """The head is column-parallel, but nothing sums the gradient of its input."""
     plan = tensor_parallel.plan
 
-    def wrong(*args: Any) -> Any:
-        table = plan(*args)
+    def wrong(*args: Any, **options: Any) -> Any:
+        table = plan(*args, **options)
         return [(name, s) for name, s in table if name != "head" or not isinstance(s, Input)]
 
     with patch.object(tensor_parallel, "plan", wrong):
