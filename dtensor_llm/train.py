@@ -171,16 +171,13 @@ class Trainer:
     def choose_reduction(self, *, is_last: bool) -> None:
         """Reduce in the last microbatch alone; without --defer-reduce, ZeRO stage 3 in each.
 
-        There replicas are summed in the last one only. Stages 1 and 2 need no word from here: their
-        buckets count microbatches.
+        Stages 1 and 2 need no word from here: their buckets count microbatches.
         """
         parallel, module = self.config.parallel, self.parallel.module
         if isinstance(module, DistributedDataParallel):
             module.require_backward_grad_sync = is_last
         elif isinstance(module, FSDPModule) and (parallel.zero == 0 or parallel.defer_reduce):
             module.set_requires_gradient_sync(is_last)
-        elif isinstance(module, FSDPModule):
-            module.set_requires_all_reduce(is_last)
 
     def own_sum_of_squares(self) -> Tensor:
         """Of the gradient elements that this rank is the one to count.

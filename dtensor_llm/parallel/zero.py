@@ -29,9 +29,9 @@ dp_shard, in the dtype of the weights:
 |-------|------------------------|---------------------|----------------------------|
 | 1     | 1, after the update    | 1                   | 1 of N / dp_shard          |
 | 2     | 1, after the update    | m                   | 1 of N / dp_shard          |
-| 3     | 2 m, forward, backward | m                   | 1 of N / dp_shard          |
+| 3     | 2 m, forward, backward | m                   | m of N / dp_shard          |
 
-`--defer-reduce` makes the m of the reduce-scatters 1, and holds whole gradients until the last
+`--defer-reduce` makes every m in the last two columns 1, and holds whole gradients until the last
 microbatch: of stage 2 that leaves stage 1. Under a pipeline torch's stages defer those of stage 3
 in any case. (Stage 3 keeps what is left of the model whole from forward to backward: one gather.)
 

@@ -311,9 +311,9 @@ def zero_weights(config: Config, place: Place) -> list[Traffic]:
 
 
 def zero_gradients(config: Config, place: Place) -> list[Traffic]:
-    """ZeRO: a reduce-scatter over dp_shard, for each group, and once a step an all-reduce of the
-    rank's part over dp_replicate. Stages 2 and 3 scatter each microbatch, but where that is
-    deferred, as it is under a pipeline of stage 3."""
+    """ZeRO: a reduce-scatter over dp_shard, then an all-reduce of the rank's part over
+    dp_replicate, for each group. Stage 2 scatters each microbatch and sums the replicas once, stage
+    3 does both for each microbatch; deferred, as under a pipeline of stage 3, all is done once."""
     parallel = config.parallel
     deferred = parallel.defer_reduce or (parallel.zero == 3 and parallel.mesh.pp > 1)
     scatters = 1 if deferred or parallel.zero == 1 else config.microbatches
@@ -322,7 +322,8 @@ def zero_gradients(config: Config, place: Place) -> list[Traffic]:
         whole = padded_bytes(group, config, place)
         own = whole // parallel.mesh.dp_shard
         parts += times(scatters, over(config, "reduce-scatter", ("dp_shard",), whole))
-        parts += over(config, "all-reduce", ("dp_replicate",), own)
+        sums = over(config, "all-reduce", ("dp_replicate",), own)
+        parts += times(scatters if parallel.zero == 3 else 1, sums)
     return parts
 
 
