@@ -73,7 +73,7 @@ CASES = {
     "moments_of_the_step_before": ("update", ""),
     "host_weights_copied_before_they_were_loaded": ("update", ""),
     "gathered_weights_outlive_the_step": ("forward", ""),
-    "optimizer_steps_on_copies": ("weight", ""),
+    "optimizer_steps_on_copies": ("update", ""),
     "every_rank_draws_the_first_shard": ("weight", "belongs to rows"),
     "dropout_mask_repeated_by_every_rank": ("forward", "another dropout mask: it is what belongs"),
     "data_repeated_by_every_dp_rank": ("data", "belongs to sequences 0 to 3, where sequences 4"),
