@@ -80,7 +80,10 @@ def apply(
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
     materialize(model, device)
     # The root has no reshard: torch keeps what backward needs first.
-    fully_shard(model, mesh=mesh, offload_policy=policy)
+    root = fully_shard(model, mesh=mesh, offload_policy=policy)
+    if device.type == "cpu":
+        # Private: without it a gather ahead is waited for at once where there are no streams.
+        root._set_unshard_async_op(True)
     gather_ahead(model, prefetch)
     reduce_by_summing(model)
 
