@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dtensor_llm.worlds.reduce_scatter import reduce_scatter
+from dtensor_llm.worlds.exchange import all_gather, reduce_scatter
 
 
 def redistribute(
@@ -79,9 +79,7 @@ def move(x: Tensor, group: dist.ProcessGroup, before: Placement, after: Placemen
     if before.is_partial() and isinstance(after, Shard):
         return reduce_scatter(x, after.dim, group)
     assert isinstance(before, Shard) and after.is_replicate(), f"{before} to {after}: not a move"
-    parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    dist.all_gather_single(parts, x.contiguous(), group=group)
-    return torch.cat(parts.chunk(group.size()), dim=before.dim)
+    return all_gather(x, before.dim, group)
 
 
 class GatheredAgain:

@@ -76,6 +76,7 @@ _OPERATORS = {
     "_c10d_functional::broadcast": ("broadcast", "input"),
     "_c10d_functional::broadcast_": ("broadcast", "input"),
     "dtensor_llm::reduce_scatter": ("reduce-scatter", "input"),
+    "dtensor_llm::all_gather": ("all-gather", "output"),
 }
 _GROUPS = ("process_group", "group_name")  # the argument; an operator without one sends nothing
 _NAMESPACES = {"c10d", "_c10d_functional", "dtensor_llm"}
@@ -139,7 +140,7 @@ def _read(operator: str, arguments: dict[str, Any]) -> Communication:
         group, parts = dist.ProcessGroup.unbox(arguments["process_group"]), 1
     else:
         group = _resolve_process_group(arguments["group_name"])
-        parts = group.size() if operation == "all-gather" else 1
+        parts = group.size() if operation == "all-gather" and whole == "input" else 1
     ranks = tuple(dist.get_process_group_ranks(group))
     return Communication(operation, ranks, parts * _num_bytes(arguments.get(whole, ())))
 
