@@ -43,6 +43,16 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError([message])
 
 
+def parser_beside_flags(description: str | None) -> argparse.ArgumentParser:
+    """For what a script reads itself, which takes the flags of a run too (parse_known_args)."""
+    return argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="All flags of train_gpt.py are taken too: see its --help.",
+    )
+
+
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """A parser with a flag for every field, whose values stay texts; no default but the mesh's."""
     parser = _Parser(

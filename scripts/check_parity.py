@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dtensor_llm.checks import Surroundings
 from dtensor_llm.checks.machine_rules import MAX_THREADS
-from dtensor_llm.command_line import join_values
+from dtensor_llm.command_line import join_values, parser_beside_flags
 from dtensor_llm.config import Config, ConfigError, MeshSizes
 from dtensor_llm.data import Dataset
 from dtensor_llm.launch import read, surroundings
@@ -79,12 +79,7 @@ def main() -> int:
 
 def own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """What this script reads itself, and the flags of train_gpt.py, defaults first."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="All flags of train_gpt.py are taken too: see its --help.",
-    )
+    parser = parser_beside_flags(__doc__)
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="check every tp x pp x dp of N ranks (default: 8)"
     )

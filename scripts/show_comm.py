@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from dtensor_llm.checks import Surroundings
-from dtensor_llm.command_line import join_values, parse_command_line
+from dtensor_llm.command_line import join_values, parse_command_line, parser_beside_flags
 from dtensor_llm.config import Config, ConfigError
 from dtensor_llm.launch import launch, prepare
 from dtensor_llm.mesh import parse_mesh
@@ -45,12 +45,7 @@ def main() -> int:
 
 def own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """What this script reads itself, and the flags of train_gpt.py."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="All flags of train_gpt.py are taken too: see its --help.",
-    )
+    parser = parser_beside_flags(__doc__)
     parser.add_argument(
         "--predict", action="store_true", help="closed forms alone: for a mesh of any size"
     )

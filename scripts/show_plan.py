@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from dtensor_llm.checks import Surroundings
-from dtensor_llm.command_line import join_values, parse_command_line
+from dtensor_llm.command_line import join_values, parse_command_line, parser_beside_flags
 from dtensor_llm.config import Config, ConfigError
 from dtensor_llm.mesh import parse_mesh
 from dtensor_llm.planner.placement_table import group, one_by_one, parameter_table, total_table
@@ -31,12 +31,7 @@ def main() -> int:
 
 def own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """What this script reads itself, and the flags of train_gpt.py."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="All flags of train_gpt.py are taken too: see its --help.",
-    )
+    parser = parser_beside_flags(__doc__)
     parser.add_argument(
         "--rank", type=int, metavar="N", help="what this rank holds, and where each part begins"
     )
