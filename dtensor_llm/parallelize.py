@@ -140,12 +140,14 @@ def apply_data_parallel(
         )
         return data_parallel.wrap(model, mesh, device, options), Buckets()
     if parallel.zero in (1, 2):
+        deferred = parallel.zero == 1 or parallel.defer_reduce
         return model, zero.share_out(
             model,
             mesh,
             device,
             microbatches=config.microbatches,
-            each_microbatch=parallel.zero == 2 and not parallel.defer_reduce,
+            # A rank that shares its rows with no other has nothing to send before the last one.
+            each_microbatch=not deferred or parallel.mesh.dp_shard == 1,
         )
     if parallel.zero == 3:
         zero.apply(

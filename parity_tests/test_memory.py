@@ -117,6 +117,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero 2, deferred": ("1x1x2", {"zero": 2, "micro_batch_size": 1, "defer_reduce": True}),
     "zero 3, deferred": ("1x1x2", {"micro_batch_size": 1, "defer_reduce": True, "layers": 3}),
     "hybrid, zero 2": ("dp_replicate=2,dp_shard=2", {"zero": 2, "micro_batch_size": 1}),
+    "copies alone, zero 1": ("dp_replicate=2", {"zero": 1}),
+    "copies alone, zero 1, microbatches": ("dp_replicate=2", {"zero": 1, "micro_batch_size": 1}),
+    "copies alone, zero 2, deferred": (
+        "dp_replicate=2",
+        {"zero": 2, "micro_batch_size": 1, "defer_reduce": True, "tied_embeddings": False},
+    ),
+    "copies alone, zero 2, tp": ("tp=2,dp_replicate=2", {"zero": 2}),
+    "copies alone, zero 1, pipeline": ("pp=2,dp_replicate=2", {"zero": 1}),
+    "copies alone, zero 2, pipeline": (
+        "pp=2,dp_replicate=2",
+        {"zero": 2, "schedule": "gpipe", "micro_batch_size": 4, "layers": 3},
+    ),
     "pipeline, zero 1": ("1x2x2", {"zero": 1}),
     "pipeline, zero 2": ("1x2x2", {"zero": 2, "layers": 3}),
     "2x1x2, zero 1": ("2x1x2", {"zero": 1}),
@@ -159,6 +171,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero 3, gathered ahead": ("1x1x2", {"layers": 4, "prefetch_depth": 2}),
     "zero 3, not gathered ahead": ("1x1x2", {"layers": 4, "prefetch_depth": 0}),
     "pipeline, freed": ("1x2x2", {"reshard_after_forward": True, "layers": 3}),
+    "grid": ("tp=2x2", {}),
+    "grid, zero 0": ("tp=2x2,dp=2", {"zero": 0, "tied_embeddings": False}),
+    "grid, zero 1": ("tp=2x2,dp=2", {"zero": 1, "tied_embeddings": False}),
+    "grid, zero 2": ("tp=2x2,dp=2", {"zero": 2, "micro_batch_size": 1}),
+    "grid, zero 2, untied": (
+        "tp=2x2,dp=2",
+        {"zero": 2, "micro_batch_size": 1, "tied_embeddings": False, "vocab_size": 57},
+    ),
     "grid, zero 3": ("tp=2x2,dp=2", {"vocab_size": 57}),
     "hybrid and tp": ("dp_replicate=2,dp_shard=2,tp=2", {}),
 }

@@ -26,6 +26,7 @@ from fractions import Fraction
 from dtensor_llm.config import Config
 from dtensor_llm.planner.parameters import (
     Group,
+    Parameter,
     Place,
     block_parameters,
     groups,
@@ -150,19 +151,22 @@ def most_in_buckets(config: Config, place: Place) -> int:
     """Stages 1 and 2: a gradient goes into its message, and is freed, as soon as it is there.
 
     The largest module counts, then, beside the parts that are reduced by then. Stage 1 has several
-    microbatches' whole gradients until the last one.
+    microbatches' whole gradients until the last one. On copies alone the first message of a bucket
+    is what the others are added to: it counts from its first gradient on.
     """
     parallel, count = config.parallel, num_blocks(config, place)
     block, rest = sizes_of_groups(config, place)
-    if config.microbatches > 1 and (parallel.zero == 1 or parallel.defer_reduce):
+    alone = parallel.mesh.dp_shard == 1
+    if config.microbatches > 1 and not alone and (parallel.zero == 1 or parallel.defer_reduce):
         return count * block.whole + rest.whole
     if config.microbatches > 1:
         return count * block.part + rest.part + max(block.largest, rest.largest)
     used_last = group_sizes(head_parameters(config, place), config, place)
-    before = 0 if is_first(place) else rest.part
-    in_block = before + (count - 1) * block.part + block.largest
-    in_rest = count * block.part + max(rest.part, rest.largest * is_first(place))
-    return max(used_last.largest, in_block, in_rest)
+    in_head = rest.part * alone + used_last.largest
+    before = rest.part if used_last.whole and (alone or not is_first(place)) else 0
+    in_block = before + (count - 1 + alone) * block.part + block.largest
+    looked_up = (rest.part * alone + rest.largest) * is_first(place)
+    return max(in_head, in_block, count * block.part + max(rest.part, looked_up))
 
 
 def most_sharded(config: Config, place: Place) -> int:
@@ -237,9 +241,13 @@ def group_sizes(group: Group, config: Config, place: Place) -> GroupSizes:
 
 
 def largest_module(group: Group, config: Config, place: Place) -> int:
-    names = {name.rpartition(".")[0] for name in group}
-    modules = [{n: p for n, p in group.items() if n.rpartition(".")[0] == name} for name in names]
-    return max((numel(module, config, place) for module in modules), default=0)
+    """On a grid a linear adds its bias, which so has its gradient on its own."""
+    grid = config.parallel.mesh.tp_row > 1
+    modules: dict[str, dict[str, Parameter]] = {}
+    for name, parameter in group.items():
+        module = name.rpartition(".")[0]
+        modules.setdefault(name if grid and "norm" not in module else module, {})[name] = parameter
+    return max((numel(module, config, place) for module in modules.values()), default=0)
 
 
 def numel(group: Group, config: Config, place: Place) -> int:
