@@ -4,9 +4,12 @@ Each field carries its help text, unit and legal values in its metadata; `comman
 flags and `--help` from them, `checks.py` checks the ranges and everything that involves two fields.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
+
+from dtensor_llm.mesh_sizes import MeshSizes
+from dtensor_llm.schedules.csv_files import microbatches_in
+from dtensor_llm.schedules.kinds import NAMES
 
 
 class ConfigError(ValueError):
@@ -191,43 +194,6 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class MeshSizes:
-    """Requested size of each mesh axis, in ranks; `ep` reuses ranks of dp_shard x cp.
-
-    `tp_row` and `tp_col` stand in the place of `tp`: tensor parallelism in two dimensions.
-    """
-
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    tp_row: int = 1
-    tp_col: int = 1
-
-    @property
-    def dp(self) -> int:
-        """Ranks along both data-parallel axes: how many ways the global batch is split."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def num_ranks(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp * self.tp_row * self.tp_col
-
-    def __str__(self) -> str:
-        """The text that `parse_mesh` reads back: `2x2x4`, or the named form where needed."""
-        sizes = dataclasses.asdict(self)
-        grid = (sizes.pop("tp_row"), sizes.pop("tp_col"))
-        if self.dp_replicate == self.cp == self.ep == 1 and grid == (1, 1):
-            return f"{self.tp}x{self.pp}x{self.dp_shard}"
-        texts = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
-        if grid != (1, 1):
-            texts.insert(0, f"tp={self.tp_row}x{self.tp_col}")
-        return ",".join(texts)
-
-
-@dataclass(frozen=True)
 class ParallelConfig:
     """How the ranks share the work."""
 
@@ -280,7 +246,21 @@ class ParallelConfig:
     ddp_static_graph: bool = option(
         False, "the first step's order of gradients is taken for that of all steps"
     )
-    schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
+    schedule: str = option("1f1b", "pipeline schedule", choices=NAMES)
+    stages_per_rank: int | None = option(
+        None,
+        "pipeline stages of each rank; no effect without pp",
+        unit="stages",
+        minimum=1,
+        follows="the schedule: 1 for gpipe and 1f1b, else 2",
+    )
+    schedule_csv: str | None = option(
+        None,
+        "a schedule of one's own in torch's format: a row for each rank of pp, cells like 2F0 "
+        "(stage, one of F B I W, microbatch)",
+        metavar="FILE",
+        follows="--schedule",
+    )
     sequence_parallel: bool = option(
         True, "shard norms and dropout on tokens over the tp ranks; no effect with tp=RxC"
     )
@@ -372,6 +352,9 @@ class Config:
             return self.train.micro_batch_size
         per_rank, pp = self.train.global_batch_size // self.batch_parts, self.parallel.mesh.pp
         wanted = (1,) if pp == 1 else (2 * pp, pp)
+        file = self.parallel.schedule_csv
+        if file is not None and (m := microbatches_in(file)):
+            wanted = (m, *wanted)
         return max(1, next((per_rank // m for m in wanted if per_rank % m == 0), 1))
 
     @property

@@ -5,8 +5,8 @@ optimizer state and what the backward pass must find again; no gathered copies, 
 """
 
 from dataclasses import dataclass
-from fractions import Fraction
 
+from dtensor_llm import pipeline
 from dtensor_llm.config import Config, ModelConfig
 
 
@@ -47,8 +47,8 @@ def memory_floor(config: Config) -> MemoryFloor:
     replicas = config.dp if parallel.zero == 0 else parallel.mesh.dp_replicate
     sequences = min(config.batch_parts * config.micro_batch_size, train.global_batch_size)
     tokens = sequences * config.model.seq_len
-    kept = tokens * int(
-        config.model.layers * _in_flight(config) * _kept_per_token_and_block(config.model)
+    kept = tokens * (
+        _blocks_in_flight(config) * _kept_per_token_and_block(config.model)
         + config.model.vocab_size
     )
     return MemoryFloor(
@@ -61,18 +61,16 @@ def memory_floor(config: Config) -> MemoryFloor:
     )
 
 
-def _in_flight(config: Config) -> Fraction:
-    """Microbatches whose activations a stage holds at its peak, averaged over the stages.
+def _blocks_in_flight(config: Config) -> int:
+    """Blocks whose activations of a microbatch are held, by all ranks of a pipeline together.
 
-    1F1B: stage s of pp holds min(m, pp - s) (Narayanan et al., arXiv 2104.04473, section 2.2).
+    At the peak of each: so many microbatches, each on one of its stages, and that on its smallest.
     """
-    m, pp = config.microbatches, config.parallel.mesh.pp
-    if pp == 1:
-        return Fraction(1)
-    if config.parallel.schedule == "gpipe":
-        return Fraction(m)
-    growing = min(m, pp)
-    return Fraction(growing * (growing + 1) // 2 + (pp - growing) * m, pp)
+    layers = pipeline.layers_of_stages(config)
+    return sum(
+        pipeline.live_microbatches(config, rank) * min(len(layers[stage]) for stage in own)
+        for rank, own in enumerate(pipeline.placement(config))
+    )
 
 
 def _kept_per_token_and_block(model: ModelConfig) -> int:

@@ -27,12 +27,11 @@ A strategy adds a function here and a row in PURPOSES.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from dtensor_llm.config import Config
-from dtensor_llm.mesh import GRID_AXES, MESH_AXES, TP_COPIES
+from dtensor_llm.mesh import TP_COPIES
 from dtensor_llm.planner.parameters import (
-    Group,
     Parameter,
     Place,
     Shape,
@@ -43,51 +42,33 @@ from dtensor_llm.planner.parameters import (
     is_last,
     num_blocks,
     num_copies,
-    other_parameters,
     owned_shape,
-    padded_numel,
     part,
-    shards_weights,
-    tp_shape,
+    stages_of,
 )
-from dtensor_llm.planner.traffic import Traffic, axis_name, merged, traffic
+from dtensor_llm.planner.payloads import (
+    ALL_AXES,
+    activation,
+    bytes_of,
+    num_tokens,
+    over,
+    padded_bytes,
+    shards_tokens,
+    times,
+)
+from dtensor_llm.planner.pipeline_costs import (
+    gathered_groups,
+    pipeline_activations,
+    tied_gradients,
+)
+from dtensor_llm.planner.traffic import Traffic, merged, traffic
 
 DATA_AXES = ("dp_replicate", "dp_shard")
-ALL_AXES = MESH_AXES + GRID_AXES
 
 
 def step_traffic(config: Config, place: Place) -> list[Traffic]:
     """What the rank at `place` communicates in one step: one entry per operation and axis."""
     return merged(part for purpose in PURPOSES.values() for part in purpose(config, place))
-
-
-def over(config: Config, operation: str, axes: tuple[str, ...], payload: int) -> list[Traffic]:
-    """One operation over the named axes together; none where they have one rank."""
-    sizes = {axis: getattr(config.parallel.mesh, axis) for axis in ALL_AXES}
-    num_ranks = math.prod(sizes[axis] for axis in axes)
-    if num_ranks == 1:
-        return []
-    return [traffic(operation, axis_name(axes, sizes), num_ranks, payload)]
-
-
-def times(count: int, parts: Iterable[Traffic]) -> list[Traffic]:
-    return [part.times(count) for part in parts if count > 0]
-
-
-def activation(config: Config) -> int:
-    """Bytes of b t d, the activations of a microbatch between two blocks; on a grid b t d/q."""
-    width = config.model.width // config.parallel.mesh.tp_col
-    return num_tokens(config) * width * config.train.element_size
-
-
-def num_tokens(config: Config) -> int:
-    """Tokens of a rank's microbatch."""
-    return config.micro_batch_size * config.model.seq_len
-
-
-def shards_tokens(config: Config) -> bool:
-    """Whether activations between the split multiplications are sharded by tokens over tp."""
-    return config.parallel.sequence_parallel and config.parallel.mesh.tp > 1
 
 
 # --- tensor and sequence parallelism: for every microbatch
@@ -119,7 +100,7 @@ def tensor_parallel_blocks(config: Config, place: Place) -> list[Traffic]:
 
 def tensor_parallel_embedding(config: Config, place: Place) -> list[Traffic]:
     """Each rank embeds its own token ids, and the sum leaves to the residual stream."""
-    return times(config.microbatches * is_first(place), leave(config))
+    return times(config.microbatches * is_first(config, place), leave(config))
 
 
 def tensor_parallel_head(config: Config, place: Place) -> list[Traffic]:
@@ -224,7 +205,7 @@ def grid_tables(config: Config, place: Place) -> list[Traffic]:
         for operation in ("broadcast", "reduce")
         for t in over(config, operation, ("tp_row",), block)
     ]
-    return times(config.microbatches * is_first(place), found)
+    return times(config.microbatches * is_first(config, place), found)
 
 
 def grid_norms(config: Config, place: Place) -> list[Traffic]:
@@ -258,7 +239,9 @@ def data_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
         return []
     messages = [list(group.values()) for group in groups(config, place)]
     if config.parallel.ddp:
-        messages = ddp_buckets(config, place)
+        messages = [
+            b for stage in stages_of(config, place) for b in ddp_buckets(config, stage, place)
+        ]
     return [
         t
         for message in messages
@@ -266,21 +249,16 @@ def data_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
     ]
 
 
-def ddp_buckets(config: Config, place: Place) -> list[list[Parameter]]:
+def ddp_buckets(config: Config, stage: int, place: Place) -> list[list[Parameter]]:
     limit = int(config.parallel.ddp_bucket_mb * 2**20)
     buckets: list[list[Parameter]] = []
     is_full = True
-    for parameter in in_order_of_gradients(config, place):
+    for parameter in in_order_of_gradients(config, stage):
         if is_full:
             buckets.append([])
         buckets[-1].append(parameter)
         is_full = bytes_of(buckets[-1], config, place) >= limit
     return buckets
-
-
-def bytes_of(parameters: Iterable[Parameter], config: Config, place: Place) -> int:
-    elements = sum(math.prod(tp_shape(p, config, place)) for p in parameters)
-    return elements * config.train.element_size
 
 
 def zero_weights(config: Config, place: Place) -> list[Traffic]:
@@ -290,24 +268,16 @@ def zero_weights(config: Config, place: Place) -> list[Traffic]:
 
     Stage 3: a block is gathered before its forward and, if it was freed, again before its backward,
     unless it is whole still. What is not in a block is gathered once and stays until its gradients
-    have been reduced. That is after each microbatch; under a pipeline after the last one, until
-    when the block that has done a backward stays whole, too: of the m forwards and m backwards of a
-    stage, m - 1 follow a backward, in every order that GPipe and 1F1B have, so that m + 1 find a
-    block sharded that is freed after forward, and 1 if it is not. Prefetch changes none of that.
+    have been reduced. That is after each microbatch; under a pipeline see `gathers`. Prefetch
+    changes none of that.
     """
     if config.parallel.zero == 0:
         return []
-    pipelined = config.parallel.mesh.pp > 1
-    per_rest = config.microbatches if shards_weights(config) and not pipelined else 1
-    per_block = per_rest
-    if shards_weights(config) and config.parallel.reshards_after_forward:
-        per_block += config.microbatches
-    rest = other_parameters(config, place)
-    return [
-        t.times(per_rest if group == rest else per_block)
-        for group in groups(config, place)
-        for t in over(config, "all-gather", ("dp_shard",), padded_bytes(group, config, place))
-    ]
+    parts: list[Traffic] = []
+    for gathered in gathered_groups(config, place):
+        payload = padded_bytes(gathered.group, config, place)
+        parts += times(gathered.times, over(config, "all-gather", ("dp_shard",), payload))
+    return parts
 
 
 def zero_gradients(config: Config, place: Place) -> list[Traffic]:
@@ -325,31 +295,6 @@ def zero_gradients(config: Config, place: Place) -> list[Traffic]:
         sums = over(config, "all-reduce", ("dp_replicate",), own)
         parts += times(scatters if parallel.zero == 3 else 1, sums)
     return parts
-
-
-def padded_bytes(group: Group, config: Config, place: Place) -> int:
-    elements = sum(padded_numel(parameter, config, place) for parameter in group.values())
-    return elements * config.train.element_size
-
-
-# --- pipeline parallelism
-
-
-def pipeline_activations(config: Config, place: Place) -> list[Traffic]:
-    """Activations of the rank's own tokens to the next stage, their gradients to the one before."""
-    neighbours = (not is_first(place)) + (not is_last(config, place))
-    own = activation(config) // (config.parallel.mesh.tp if shards_tokens(config) else 1)
-    both_ways = [t for way in ("send", "recv") for t in over(config, way, ("pp",), own)]
-    return times(config.microbatches * neighbours, both_ways)
-
-
-def tied_gradients(config: Config, place: Place) -> list[Traffic]:
-    """First and last stage exchange their gradients of a tied embedding, once a step."""
-    if not config.model.tied_embeddings or is_first(place) == is_last(config, place):
-        return []
-    table = other_parameters(config, place)["token_embedding.weight"]
-    own = math.prod(owned_shape(table, config, place)) * config.train.element_size
-    return [t for way in ("send", "recv") for t in over(config, way, ("pp",), own)]
 
 
 # --- numbers that all ranks must agree on
