@@ -29,8 +29,9 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
         default: the value when the flag is not given; None where another field decides.
         help: what the value means, for `--help`.
         metadata: any of unit (text), choices (tuple of legal texts), minimum and maximum
-            (inclusive), above and below (exclusive), metavar (text), follows (text: what decides
-            where the default is None).
+            (inclusive), above and below (exclusive), pattern (regular expression of legal texts)
+            and form (text: that in words), metavar (text), follows (text: what decides where the
+            default is None).
     """
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -260,6 +261,15 @@ class ParallelConfig:
         "(stage, one of F B I W, microbatch)",
         metavar="FILE",
         follows="--schedule",
+    )
+    stage_layers: str = option(
+        "even",
+        "blocks of each pipeline stage: even counts, auto (the slowest stage as fast as can be, by "
+        "FLOPs with embedding and head), or a count for each, in order",
+        unit="blocks",
+        pattern=r"even|auto|\d{1,18}(,\d{1,18})*",
+        form="even, auto or one whole number for each stage, for example 6,7,7,4",
+        metavar="COUNTS",
     )
     sequence_parallel: bool = option(
         True, "shard norms and dropout on tokens over the tp ranks; no effect with tp=RxC"

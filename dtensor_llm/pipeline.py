@@ -1,15 +1,15 @@
-"""What a configuration says of its pipeline: the stages of each rank, and the layers of those.
+"""What a configuration says of its pipeline: which stages each rank has; their blocks: `stages`.
 
 Stages are numbered in the order of the model; a rank of pp has one or several of them.
 Without a pipeline there is one stage on one rank.
 """
 
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from dtensor_llm.config import Config
 from dtensor_llm.schedules import closed_forms
 from dtensor_llm.schedules.csv_files import load
-from dtensor_llm.schedules.kinds import SPLIT, default_stages_per_rank, stages_of_ranks
+from dtensor_llm.schedules.kinds import LOOP, SPLIT, default_stages_per_rank, stages_of_ranks
 
 
 def stages_per_rank(config: Config) -> int:
@@ -40,13 +40,6 @@ def rank_of_stage(config: Config) -> dict[int, int]:
     return {stage: rank for rank, own in enumerate(placement(config)) for stage in own}
 
 
-def layers_of_stages(config: Config) -> tuple[range, ...]:
-    """The blocks of every stage: as even as can be, the first stages one more."""
-    size, extra = divmod(config.model.layers, num_stages(config))
-    counts = [size + (stage < extra) for stage in range(num_stages(config))]
-    return tuple(range(start, stop) for start, stop in pairwise([0, *accumulate(counts)]))
-
-
 def live_microbatches(config: Config, rank: int) -> int:
     """The most microbatches, each on one stage, that a rank of pp holds at once."""
     parallel, m = config.parallel, config.microbatches
@@ -73,6 +66,23 @@ def splits_backward(config: Config) -> bool:
         return parallel.schedule in SPLIT
     file = load(parallel.schedule_csv)
     return any(a.kind == "W" for rank in range(file.num_ranks) for a in file.actions(rank))
+
+
+def spell(config: Config) -> str:
+    """`pp=4`, or with several stages a rank `the 8 stages of pp=4`."""
+    stages, pp = num_stages(config), config.parallel.mesh.pp
+    return f"pp={pp}" if stages == pp else f"the {stages} stages of pp={pp}"
+
+
+def settings_for(config: Config, stages: int) -> list[str]:
+    """What to change for at most so many stages; nothing for a schedule from a file."""
+    parallel = config.parallel
+    name, pp, each = parallel.schedule, parallel.mesh.pp, stages_per_rank(config)
+    if parallel.schedule_csv is not None:
+        return []
+    fewer = [f"--stages-per-rank {stages // pp}"] * (name in LOOP and stages // pp not in (0, each))
+    fewer += [f"pp={stages // each}"] * (stages >= each)
+    return fewer + ["--schedule 1f1b"] * (each > 1 and stages >= pp)
 
 
 def ties_on_one_rank(config: Config) -> bool:

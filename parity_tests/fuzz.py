@@ -26,6 +26,7 @@ from dtensor_llm.data import IGNORED_LABEL, Batch
 from dtensor_llm.parity import ParityCheck, Report, expect
 from dtensor_llm.schedules.kinds import NAMES, SPLIT
 from dtensor_llm.settings import SETTINGS, Setting
+from dtensor_llm.stages import MOST_BALANCED
 from dtensor_llm.train import Trainer, watched_step
 from dtensor_llm.worlds import World, threads
 from parity_tests.fuzz_pipelines import draw_file, draw_pipeline
@@ -197,9 +198,21 @@ def draw_model(random: Random, mesh: MeshSizes, num_stages: int) -> Values:
         "rope_theta": random.choice((10000.0, 500000.0, 10.0)),
         "norm_eps": random.choice((1e-5, 1e-6, 1e-3)),
     }
+    values["stage_layers"] = draw_split(random, values["layers"], num_stages)
     if random.random() < 0.3 and ModelConfig(**values_of(ModelConfig, values)).num_ffn % tp == 0:
         values["ffn_width"] = None
     return values
+
+
+def draw_split(random: Random, layers: int, pp: int) -> str:
+    """Even, by cost or by hand; by hand the first and the last stage may be without a block."""
+    kind = random.choice(("even", "auto", "auto", "by hand"))
+    if kind != "by hand":
+        return kind
+    counts = [int(0 < stage < pp - 1) for stage in range(pp)]
+    for _ in range(layers - sum(counts)):
+        counts[random.randrange(pp)] += 1
+    return ",".join(map(str, counts))
 
 
 def values_of(sheet: type, values: Values) -> Values:
@@ -325,21 +338,27 @@ GRIDS: Sequence[Values] = (
 """Each with something that it does not allow."""
 
 
-UNEVEN_ROUNDS: Values = {
-    "mesh": MeshSizes(pp=2),
-    "schedule": "interleaved-1f1b",
-    "stages_per_rank": None,
-    "schedule_csv": None,
-    "global_batch_size": 5,
-    "micro_batch_size": 1,
-}
+BY_NAME: Values = {"stages_per_rank": None, "schedule_csv": None}
+SCHEDULES: Sequence[tuple[str, int]] = (
+    ("interleaved-1f1b", 5),
+    ("interleaved-zero-bubble", 7),
+    ("1f1b", 1),
+    ("dualpipev", 3),
+)
+"""Each with a number of microbatches that it does not admit on two ranks."""
+
+
+def unfit_microbatches(random: Random, _: Values) -> Values:
+    name, m = random.choice(SCHEDULES)
+    batch = {"global_batch_size": m, "micro_batch_size": 1}
+    return {"mesh": MeshSizes(pp=2), "schedule": name, **BY_NAME, **batch}
 
 
 def illegal_values(setting: Setting) -> Sequence[Any]:
     """Values that are refused whatever the others are; none for switches."""
     limits, kind = setting.metadata, setting.kind
     if kind not in (int, float):
-        return ("nothing-like-it",) if "choices" in limits else ()
+        return ("nothing-like-it",) if limits.keys() & {"choices", "pattern"} else ()
     step = 1 if kind is int else 0.25
     beyond = [limits[key] - step for key in ("minimum",) if key in limits]
     beyond += [limits[key] + step for key in ("maximum",) if key in limits]
@@ -360,11 +379,22 @@ UNRULY: dict[str, Redraw] = {
     "global_batch_size": number("global_batch_size", 1, 24),
     "micro_batch_size": number("micro_batch_size", 1, 4),
     "schedule": lambda random, _: {"schedule": random.choice(NAMES)},
-    "rounds": lambda *_: UNEVEN_ROUNDS,
+    "microbatches": unfit_microbatches,
     "stages_per_rank": number("stages_per_rank", 1, 3),
     "schedule_csv": lambda random, values: {
         "schedule_csv": draw_file(random, random.choice((2, values["mesh"].pp)), 3, 3)
     },
+    "stage_layers": lambda random, values: random.choice(
+        (
+            {"stage_layers": ",".join("1" * random.randint(1, 4))},
+            {
+                "stage_layers": ",".join(["2", *"0" * (values["mesh"].pp - 2), "1"]),
+                "schedule": "1f1b",
+                **BY_NAME,
+            },
+            {"stage_layers": "auto", "layers": MOST_BALANCED + 1},
+        )
+    ),
     "warmup_steps": number("warmup_steps", 0, 8),
     "zero": number("zero", 0, 3),
     "reshard_after_forward": lambda random, _: {"reshard_after_forward": random.random() < 0.5},
@@ -372,7 +402,12 @@ UNRULY: dict[str, Redraw] = {
     "offload": lambda *_: {"offload": "weights"},
     "defer_reduce": lambda *_: {"defer_reduce": True},
     "ddp": lambda random, _: {"ddp": True, "zero": random.choice((0, 0, 1))},
-    "ddp_static_graph": lambda *_: {"ddp": True, "zero": 0, "ddp_static_graph": True},
+    "ddp_static_graph": lambda *_: {
+        "ddp": True,
+        "zero": 0,
+        "ddp_static_graph": True,
+        "micro_batch_size": 1,
+    },
     "mesh": lambda random, _: {"mesh": draw_mesh(random)},
     "grid": lambda random, _: random.choice(GRIDS),
     "absent axis": lambda random, values: {

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from dtensor_llm.pipeline import layers_of_stages
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
 from parity_tests.harness import (
@@ -80,17 +79,6 @@ def test_stages_act_in_the_order_of_the_reference(micro_batch_size: int, schedul
     for stage, acted in enumerate(threads.run(4, main, timeout=SECONDS)):
         expected = reference.actions(schedule, stage, 4, config.microbatches)
         assert acted == [str(action) for action in expected]
-
-
-def test_stages_hold_every_layer_once() -> None:
-    three = layers_of_stages(small_config("1x3x1", layers=5))
-    assert [list(stage) for stage in three] == [[0, 1], [2, 3], [4]]
-    for num_layers in range(1, 13):
-        for num_stages in range(1, num_layers + 1):
-            stages = layers_of_stages(small_config(f"1x{num_stages}x1", layers=num_layers))
-            assert [layer for stage in stages for layer in stage] == list(range(num_layers))
-            sizes = [len(stage) for stage in stages]
-            assert max(sizes) - min(sizes) <= 1
 
 
 def test_tied_copies_stay_bitwise_equal() -> None:

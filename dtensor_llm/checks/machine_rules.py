@@ -13,6 +13,7 @@ from dtensor_llm.checks.pipeline_rules import has_stages
 from dtensor_llm.checks.rule import Rule, Surroundings
 from dtensor_llm.config import Config
 from dtensor_llm.settings import SETTINGS, join_or
+from dtensor_llm.stages import is_by_hand
 
 MAX_THREADS = 1024
 """Ranks of a threads world, which take turns on the cores of one machine."""
@@ -122,7 +123,7 @@ def _what_fits(config: Config, surroundings: Surroundings) -> str:
     }
     cures = [flag for flag, other in changed.items() if _fits(other, surroundings)]
     fewest, too_many = pipeline.num_stages(config), config.model.layers
-    if fewest < too_many and _fits(with_layers(fewest), surroundings):
+    if not is_by_hand(config) and fewest < too_many and _fits(with_layers(fewest), surroundings):
         while too_many - fewest > 1:
             middle = (fewest + too_many) // 2
             if _fits(with_layers(middle), surroundings):

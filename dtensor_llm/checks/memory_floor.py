@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dtensor_llm import pipeline
 from dtensor_llm.config import Config, ModelConfig
+from dtensor_llm.stages import layers_of_stages
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,15 @@ def memory_floor(config: Config) -> MemoryFloor:
     replicas = config.dp if parallel.zero == 0 else parallel.mesh.dp_replicate
     sequences = min(config.batch_parts * config.micro_batch_size, train.global_batch_size)
     tokens = sequences * config.model.seq_len
-    kept = tokens * (
-        _blocks_in_flight(config) * _kept_per_token_and_block(config.model)
-        + config.model.vocab_size
-    )
+    blocks = _blocks_in_flight(config)
+    kept = blocks * _kept_per_token_and_block(config.model) + config.model.vocab_size
     return MemoryFloor(
         parameters=config.model.num_parameters,
         tensors_per_parameter=2 + train.num_moments + 2 * (parallel.offload == "optimizer"),
         copies=replicas + int(config.run.check_parity),
         more_copies_of_weights=config.dp - replicas if parallel.zero in (1, 2) else 0,
         element_size=train.element_size,
-        activations=kept * train.element_size,
+        activations=tokens * kept * train.element_size,
     )
 
 
@@ -66,7 +65,7 @@ def _blocks_in_flight(config: Config) -> int:
 
     At the peak of each: so many microbatches, each on one of its stages, and that on its smallest.
     """
-    layers = pipeline.layers_of_stages(config)
+    layers = layers_of_stages(config)
     return sum(
         pipeline.live_microbatches(config, rank) * min(len(layers[stage]) for stage in own)
         for rank, own in enumerate(pipeline.placement(config))

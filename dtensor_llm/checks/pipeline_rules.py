@@ -22,6 +22,7 @@ from dtensor_llm.schedules.kinds import (
     refusal,
 )
 from dtensor_llm.settings import join_or
+from dtensor_llm.stages import split_problems
 
 MICROBATCHES = {
     "1f1b": RefusedPair.SCHEDULE_1F1B,
@@ -175,8 +176,8 @@ def fits(config: Config) -> bool:
 
 
 def has_stages(config: Config) -> bool:
-    """Whether each of them has a block, too: else other rules have spoken."""
-    return fits(config) and config.model.layers >= pipeline.num_stages(config)
+    """Whether it is known which blocks each of them has: else other rules have spoken."""
+    return fits(config) and not any(split_problems(config))
 
 
 def runs_by_name(config: Config) -> bool:
@@ -184,24 +185,9 @@ def runs_by_name(config: Config) -> bool:
     return config.parallel.mesh.pp > 1 and config.parallel.schedule_csv is None
 
 
-def every_stage_has_a_block(config: Config, _: Surroundings) -> Iterator[str]:
-    layers, pp, name = config.model.layers, config.parallel.mesh.pp, config.parallel.schedule
-    if not fits(config):
-        return
-    stages = pipeline.num_stages(config)
-    if layers >= stages:
-        return
-    each = stages // pp
-    cures = [f"--layers {stages}"]
-    if runs_by_name(config):
-        cures += [f"--stages-per-rank {layers // pp}"] * (name in LOOP and layers >= pp)
-        cures += [f"pp={layers // each}"] * (layers >= each)
-        cures += ["--schedule 1f1b"] * (each > 1 and layers >= pp)
-    many = f"pp={pp}" if stages == pp else f"the {stages} stages of pp={pp}"
-    yield (
-        f"--layers {layers} is too few for {many}: {RefusedPair.PP.reason}; "
-        f"{join_or(cures)} would do"
-    )
+def layers_can_be_cut_into_stages(config: Config, _: Surroundings) -> Iterator[str]:
+    if fits(config):
+        yield from split_problems(config)
 
 
 def split_backward_finds_its_weights(config: Config, _: Surroundings) -> Iterator[str]:
@@ -238,8 +224,10 @@ PIPELINE_RULES = (
         frozenset({"global_batch_size", "micro_batch_size", "mesh", "schedule", "schedule_csv"}),
     ),
     Rule(
-        every_stage_has_a_block,
-        frozenset({"layers", "mesh", "schedule", "schedule_csv", "stages_per_rank"}),
+        layers_can_be_cut_into_stages,
+        frozenset(
+            {"layers", "mesh", "schedule", "schedule_csv", "stages_per_rank", "stage_layers"}
+        ),
     ),
     Rule(
         split_backward_finds_its_weights,

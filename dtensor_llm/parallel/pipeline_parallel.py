@@ -19,7 +19,7 @@ DualPipe, arXiv 2412.19437. The schedules are torch's; `schedules/` has them as 
 | what                               | where                                                     |
 |------------------------------------|-----------------------------------------------------------|
 | embeddings                         | stage 0                                                   |
-| block i                            | one stage: see `pipeline.layers_of_stages`                |
+| block i                            | one stage, as `stages.layers_of_stages` cuts them         |
 | final norm, head, loss             | the last stage                                            |
 | tied embedding                     | first and last stage: equal copies, gradients summed;     |
 |                                    | where both are on one rank one parameter, or with         |
@@ -55,6 +55,7 @@ from dtensor_llm.model import GPT
 from dtensor_llm.schedules.actions import Schedule, step_text
 from dtensor_llm.schedules.csv_files import load
 from dtensor_llm.schedules.torch_orders import LOOP, ONE_STAGE, V_SHAPED
+from dtensor_llm.stages import layers_of_stages
 
 TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 LossFunction = Callable[..., Tensor]
@@ -65,14 +66,14 @@ def build_stages(config: Config, rank: int) -> GPT:
 
     All of its stages in one, with the gaps between them: see `cut` for each by itself.
     """
-    own, layers = pipeline.placement(config)[rank], pipeline.layers_of_stages(config)
+    own, layers = pipeline.placement(config)[rank], layers_of_stages(config)
     numbers = [number for stage in own for number in layers[stage]]
     return GPT(config.model, numbers, first=0 in own, last=len(layers) - 1 in own)
 
 
 def cut(model: GPT, config: Config, rank: int) -> list[GPT]:
     """The stages of the rank that `model` was built for; one alone is the model itself."""
-    own, layers = pipeline.placement(config)[rank], pipeline.layers_of_stages(config)
+    own, layers = pipeline.placement(config)[rank], layers_of_stages(config)
     if len(own) == 1:
         return [model]
     last = len(layers) - 1

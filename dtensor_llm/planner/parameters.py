@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from dtensor_llm import pipeline
 from dtensor_llm.config import Config, ModelConfig
+from dtensor_llm.stages import layers_of_stages
 
 Shape = tuple[int, ...]
 
@@ -80,7 +81,7 @@ def num_blocks(config: Config, place: Place) -> int:
 
 
 def blocks_of(config: Config, stage: int) -> int:
-    return len(pipeline.layers_of_stages(config)[stage])
+    return len(layers_of_stages(config)[stage])
 
 
 def groups(config: Config, place: Place) -> list[Group]:
