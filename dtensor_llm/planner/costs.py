@@ -16,7 +16,7 @@ residual stream; a rank's stage has L blocks. A step moves four kinds of things:
 | gradients, ZeRO 2 and 3 | dp_shard | m reduce-scatters for each; 1 if deferred  | the block     |
 
 In two dimensions of tensor parallelism, a product x W^T of n inputs and m outputs takes q steps, a
-broadcast and a reduce each, and backward two broadcasts and a reduce: see `grid_product`.
+broadcast and a reduce each, and backward two broadcasts and a reduce: see `grid_costs`.
 
 and some numbers: tokens to count, the loss, the gradient norm. Every line is held equal to what a
 real step is seen to communicate (`recorder`), to the byte. Only steps after the first ones: in the
@@ -31,11 +31,15 @@ from collections.abc import Callable
 
 from dtensor_llm.config import Config
 from dtensor_llm.mesh import TP_COPIES
+from dtensor_llm.planner.grid_costs import (
+    grid_gradients,
+    grid_norms,
+    grid_products,
+    grid_tables,
+)
 from dtensor_llm.planner.parameters import (
     Parameter,
     Place,
-    Shape,
-    block_parameters,
     groups,
     in_order_of_gradients,
     is_first,
@@ -43,7 +47,6 @@ from dtensor_llm.planner.parameters import (
     num_blocks,
     num_copies,
     owned_shape,
-    part,
     stages_of,
 )
 from dtensor_llm.planner.payloads import (
@@ -153,79 +156,6 @@ def copied_gradients(config: Config, place: Place) -> list[Traffic]:
     if copies == tp:
         return over(config, "all-reduce", ("tp",), payload)
     return [traffic("all-reduce", TP_COPIES, copies, payload)]
-
-
-# --- tensor parallelism in two dimensions: for every microbatch
-
-
-def grid_product(config: Config, place: Place, shape: Shape) -> list[Traffic]:
-    """x W^T, W of m n, forward and backward, one line of blocks of W after the other.
-
-    Forward its broadcast down the columns, and the reduce of b t m/q along the rows; backward both
-    broadcast, and the reduce of W's gradient.
-    """
-    tokens, size = num_tokens(config), config.train.element_size
-    found = []
-    for block, rows in grid_lines(config, place, shape):
-        result = tokens * rows * size
-        found += 2 * over(config, "broadcast", ("tp_row",), block)
-        found += over(config, "reduce", ("tp_row",), block)
-        found += over(config, "reduce", ("tp_col",), result)
-        found += over(config, "broadcast", ("tp_col",), result)
-    return found
-
-
-def grid_lines(config: Config, place: Place, shape: Shape) -> list[tuple[int, int]]:
-    """Of each line of blocks of a matrix: bytes of the block in the rank's column, and its rows."""
-    q = config.parallel.mesh.tp_row
-    columns = part(shape[1], place.tp_col, q)
-    rows = [part(shape[0], line, q) for line in range(q)]
-    return [(n * columns * config.train.element_size, n) for n in rows]
-
-
-def grid_products(config: Config, place: Place) -> list[Traffic]:
-    """Every linear of the blocks, and the head."""
-    model = config.model
-    shapes = [p.shape for p in block_parameters(model).values() if len(p.shape) == 2]
-    block = [t for shape in shapes for t in grid_product(config, place, shape)]
-    head = grid_product(config, place, (model.vocab_size, model.width))
-    blocks = times(config.microbatches * num_blocks(config, place), block)
-    return blocks + times(config.microbatches * is_last(config, place), head)
-
-
-def grid_tables(config: Config, place: Place) -> list[Traffic]:
-    """Embedding and positions: blocks are broadcast forward, their gradients reduced backward."""
-    model = config.model
-    tables = [(model.vocab_size, model.width)]
-    tables += [(model.seq_len, model.width)] * (model.positions == "learned")
-    found = [
-        t
-        for shape in tables
-        for block, _ in grid_lines(config, place, shape)
-        for operation in ("broadcast", "reduce")
-        for t in over(config, operation, ("tp_row",), block)
-    ]
-    return times(config.microbatches * is_first(config, place), found)
-
-
-def grid_norms(config: Config, place: Place) -> list[Traffic]:
-    """Sums of each token over the width: with a mean two forward and two at once backward."""
-    size = num_tokens(config) * max(4, config.train.element_size)
-    sums = 2 if config.model.norm == "layernorm" else 1
-    norm = sums * over(config, "all-reduce", ("tp_col",), size)
-    norm += over(config, "all-reduce", ("tp_col",), sums * size)
-    blocks = config.model.norms_per_block * num_blocks(config, place)
-    num_norms = blocks + is_last(config, place)
-    return times(config.microbatches * num_norms, norm)
-
-
-def grid_gradients(config: Config, place: Place) -> list[Traffic]:
-    """Gradients of vectors, Partial over the rows, summed once a step in one buffer."""
-    vectors = [p for g in groups(config, place) for p in g.values() if len(p.shape) == 1]
-    elements = sum(math.prod(owned_shape(p, config, place)) for p in vectors)
-    if elements == 0:
-        return []
-    return over(config, "all-reduce", ("tp_row",), elements * config.train.element_size)
 
 
 # --- data parallelism: for every group of parameters, a block or the rest of the stage

@@ -93,6 +93,14 @@ def gathers(config: Config, place: Place, stage: int) -> tuple[int, int]:
     return stage_gathers(schedule_of(config).programs[place.pp], stage, frees=frees)
 
 
+def split_backwards(config: Config, stage: int) -> int:
+    """Microbatches whose backward of the weights the stage does apart; torch not on the first."""
+    if stage == 0 or not pipeline.splits_backward(config):
+        return 0
+    actions = schedule_of(config).actions(pipeline.rank_of_stage(config)[stage])
+    return sum((action.stage, action.kind) == (stage, "W") for action in actions)
+
+
 def schedule_of(config: Config) -> Schedule:
     """What each rank does with its microbatches, in its order; of a mesh with a pipeline."""
     parallel = config.parallel
