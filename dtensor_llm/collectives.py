@@ -107,7 +107,9 @@ class GatheredAgain:
         return self, shape
 
     def start(self, *_: Tensor) -> None:
-        """Begin to gather; does not wait."""
+        """Begin to gather, unless that has been done for the other half of a split backward."""
+        if self.work is not None:
+            return
         shape = self.shard.shape
         self.parts = self.shard.new_empty(self.group.size() * shape[0], *shape[1:])
         self.work = dist.all_gather_single(self.parts, self.shard, group=self.group, async_op=True)

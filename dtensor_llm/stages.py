@@ -29,16 +29,12 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from dtensor_llm.config import Config, ConfigError, ModelConfig
+from dtensor_llm.pipeline import num_stages, settings_for, spell
 from dtensor_llm.refused_pairs import RefusedPair
 from dtensor_llm.settings import join_or
 
 MOST_BALANCED = 512
 """Blocks; the search takes seconds from here on."""
-
-
-def num_stages(config: Config) -> int:
-    """Stages of the whole pipeline."""
-    return config.parallel.mesh.pp
 
 
 def layers_of_stages(config: Config) -> tuple[range, ...]:
@@ -84,12 +80,12 @@ def split_problems(config: Config) -> Iterator[str]:
     elif split in ("even", "auto"):
         fewest = stages if split == "even" else stages - 2
         exempt = "" if split == "even" else ", but for the first and the last"
-        cures = [f"--layers {fewest}", f"pp={layers + stages - fewest}"]
+        cures = [f"--layers {fewest}", *settings_for(config, layers + stages - fewest)]
         cures += ["--stage-layers auto"] * (split == "even" and layers >= stages - 2)
         if layers < fewest:
             yield (
-                f"--layers {layers} is too few for pp={stages}: {RefusedPair.PP.reason}{exempt}; "
-                f"{join_or(cures)} would do"
+                f"--layers {layers} is too few for {spell(config)}: "
+                f"{RefusedPair.PP.reason}{exempt}; {join_or(cures)} would do"
             )
     else:
         yield from _problems_by_hand(config, counts_by_hand(config))
@@ -97,12 +93,14 @@ def split_problems(config: Config) -> Iterator[str]:
 
 def _problems_by_hand(config: Config, counts: list[int]) -> Iterator[str]:
     layers, stages, split = config.model.layers, num_stages(config), config.parallel.stage_layers
+    pp = config.parallel.mesh.pp
     even = ",".join(map(str, even_counts(config)))
     cures = [f"--stage-layers {even if layers >= stages else 'auto'}"] * (layers >= stages - 2)
     if len(counts) != stages:
+        others = settings_for(config, len(counts)) if len(counts) % (stages // pp) == 0 else []
         yield (
-            f"--stage-layers {split} has {len(counts)} counts for pp={stages}, but "
-            f"{RefusedPair.COUNTS_AND_PP.reason}; {join_or([*cures, f'pp={len(counts)}'])} would do"
+            f"--stage-layers {split} has {len(counts)} counts for {spell(config)}, but "
+            f"{RefusedPair.COUNTS_AND_PP.reason}; {join_or([*cures, *others])} would do"
         )
         return
     if sum(counts) != layers:

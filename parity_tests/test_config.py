@@ -86,6 +86,7 @@ def test_table_reaches_every_rule() -> None:
 
 NOT_OF_TWO_FEATURES = {
     "dropout_survives_rounding",
+    "file_has_a_schedule",
     "axes_are_available",
     "tp_grid_is_square",
     "parity_has_a_rule",  # refuses no training, only to compare it
@@ -296,6 +297,8 @@ EVERY_FLAG = (
     "--record run --record-every 7 --metrics run.jsonl",
     "--reshard-after-forward --prefetch-depth 2 --offload weights",
     "--zero 0 --ddp --ddp-bucket-mb 5 --no-ddp-bucket-view --ddp-static-graph",
+    "--mesh 1x2x1 --schedule interleaved-1f1b --stages-per-rank 1",
+    "--mesh 1x2x1 --schedule-csv parity_tests/schedule_of_two_ranks.csv --global-batch-size 3",
 )
 """Some do not go together."""
 
