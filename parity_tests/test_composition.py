@@ -43,7 +43,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "microbatches": (1, 4),
     "tied": (True, False),
     "vocab_size": (256, 257),
-    "sequence_parallel": (True, False),
+    "tokens": ("sharded", "whole", "overlapped"),
     "fused_qkv": (False, True),
     "parallel_block": (False, True),
 }
@@ -87,7 +87,8 @@ def configuration(case: Case) -> Config:
         "dropout": case["dropout"],
         "tied_embeddings": case["tied"],
         "vocab_size": case["vocab_size"],
-        "sequence_parallel": case["sequence_parallel"],
+        "sequence_parallel": case["tokens"] != "whole",
+        "async_tp": case["tokens"] == "overlapped" and sizes.tp > 1,
         "fused_qkv": case["fused_qkv"],
         "parallel_block": case["parallel_block"],
         "global_batch_size": 32,
