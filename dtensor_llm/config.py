@@ -4,9 +4,10 @@ Each field carries its help text, unit and legal values in its metadata; `comman
 flags and `--help` from them, `checks.py` checks the ranges and everything that involves two fields.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
+
+from dtensor_llm.mesh_sizes import MeshSizes
 
 
 class ConfigError(ValueError):
@@ -26,8 +27,9 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
         default: the value when the flag is not given; None where another field decides.
         help: what the value means, for `--help`.
         metadata: any of unit (text), choices (tuple of legal texts), minimum and maximum
-            (inclusive), above and below (exclusive), metavar (text), follows (text: what decides
-            where the default is None).
+            (inclusive), above and below (exclusive), pattern (regular expression of legal texts)
+            and form (text: that in words), metavar (text), follows (text: what decides where the
+            default is None).
     """
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -191,43 +193,6 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class MeshSizes:
-    """Requested size of each mesh axis, in ranks; `ep` reuses ranks of dp_shard x cp.
-
-    `tp_row` and `tp_col` stand in the place of `tp`: tensor parallelism in two dimensions.
-    """
-
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    tp_row: int = 1
-    tp_col: int = 1
-
-    @property
-    def dp(self) -> int:
-        """Ranks along both data-parallel axes: how many ways the global batch is split."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def num_ranks(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp * self.tp_row * self.tp_col
-
-    def __str__(self) -> str:
-        """The text that `parse_mesh` reads back: `2x2x4`, or the named form where needed."""
-        sizes = dataclasses.asdict(self)
-        grid = (sizes.pop("tp_row"), sizes.pop("tp_col"))
-        if self.dp_replicate == self.cp == self.ep == 1 and grid == (1, 1):
-            return f"{self.tp}x{self.pp}x{self.dp_shard}"
-        texts = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
-        if grid != (1, 1):
-            texts.insert(0, f"tp={self.tp_row}x{self.tp_col}")
-        return ",".join(texts)
-
-
-@dataclass(frozen=True)
 class ParallelConfig:
     """How the ranks share the work."""
 
@@ -281,6 +246,15 @@ class ParallelConfig:
         False, "the first step's order of gradients is taken for that of all steps"
     )
     schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
+    stage_layers: str = option(
+        "even",
+        "blocks of each pipeline stage: even counts, auto (the slowest stage as fast as can be, by "
+        "FLOPs with embedding and head), or a count for each, in order",
+        unit="blocks",
+        pattern=r"even|auto|\d{1,18}(,\d{1,18})*",
+        form="even, auto or one whole number for each stage, for example 6,7,7,4",
+        metavar="COUNTS",
+    )
     sequence_parallel: bool = option(
         True, "shard norms and dropout on tokens over the tp ranks; no effect with tp=RxC"
     )

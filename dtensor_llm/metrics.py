@@ -17,6 +17,7 @@ import torch
 
 from dtensor_llm.config import Config
 from dtensor_llm.data import Dataset
+from dtensor_llm.stages import layers_of_stages
 from dtensor_llm.train import StepResult, Watcher
 from dtensor_llm.worlds import World, processes
 
@@ -82,9 +83,11 @@ class Reporter(Watcher):
                 f"scripts/train_gpt.py --mesh {mesh}"
             )
         rows = f" x {mesh.tp_row} rows of tensor-parallel ranks" * (mesh.tp_row > 1)
+        counts = ",".join(str(len(layers)) for layers in layers_of_stages(config))
+        stages = f", stages of {counts} blocks" * (mesh.pp > 1)
         self.line(
             f"mesh {mesh} ({cut}) on {world.device.type}, {world.kind}; "
-            f"{config.model.num_parameters:,} parameters, {config.train.dtype}\n"
+            f"{config.model.num_parameters:,} parameters{stages}, {config.train.dtype}\n"
             f"{config.train.global_batch_size} sequences of {config.model.seq_len} tokens a step: "
             f"{config.dp} data-parallel ranks{rows} x {config.microbatches} microbatches x "
             f"{config.micro_batch_size}; {len(data.training):,} training and "

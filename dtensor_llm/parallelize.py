@@ -110,7 +110,7 @@ def place(config: Config, mesh: DeviceMesh, device: torch.device) -> Placed:
     axes = used_axes(mesh)
     with torch.device("meta"):
         if "pp" in axes:
-            model = pipeline_parallel.build_stage(config.model, axes["pp"])
+            model = pipeline_parallel.build_stage(config, axes["pp"])
         else:
             model = GPT(config.model)
     model.to(DTYPES[config.train.dtype])

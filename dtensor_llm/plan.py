@@ -44,9 +44,12 @@ def matches(name: str, pattern: str) -> bool:
 def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     """Apply each style of `plan` to every module whose name matches, on `mesh`.
 
-    Raises PlanError for a pattern that matches nothing.
+    Rows for the items of a container that has none, as the blocks of a pipeline stage that is the
+    embedding alone, are passed over. Raises PlanError for any other pattern that matches nothing.
     """
     names = [name for name, _ in model.named_modules()]
+    empty = [name for name, module in model.named_modules() if is_empty_container(module)]
+    plan = [row for row in plan if not any(row[0].startswith(f"{name}.*") for name in empty)]
     lost = [pattern for pattern, _ in plan if not any(matches(name, pattern) for name in names)]
     if lost:
         raise PlanError(
@@ -55,6 +58,10 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
         )
     for pattern, style in plan:
         parallelize_module(model, mesh, {pattern: style}, src_data_rank=None)
+
+
+def is_empty_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleDict | nn.ModuleList) and len(module) == 0
 
 
 def distribute_parameters(

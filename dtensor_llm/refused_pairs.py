@@ -26,6 +26,22 @@ class RefusedPair(Enum):
         "--schedule 1f1b needs a microbatch for every stage",
     )
     PP = "pp", "fewer --layers", "each stage takes at least one block"
+    COUNTS_AND_PP = "--stage-layers", "pp of another number", "each stage has a count of blocks"
+    COUNTS_AND_LAYERS = (
+        "--stage-layers",
+        "--layers that are not their sum",
+        "every block is on one stage",
+    )
+    NO_BLOCK = (
+        "--stage-layers 0",
+        "a stage that is neither first nor last",
+        "without a block, only the first stage (embedding) and the last (head) compute anything",
+    )
+    BALANCED_LAYERS = (
+        "--stage-layers auto",
+        "very many --layers",
+        "--stage-layers auto looks at every cut",
+    )
     TP_AND_HEADS = "tp", "--heads it does not divide", "a rank takes whole heads"
     TP_AND_KV_HEADS = (
         "tp",

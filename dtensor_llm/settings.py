@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -40,6 +41,8 @@ class Setting:
         """The legal values in words: `a whole number of at least 1 (blocks)`."""
         if choices := self.metadata.get("choices"):
             return join_or(choices)
+        if form := self.metadata.get("form"):
+            return str(form)
         noun = {
             int: "a whole number",
             float: "a finite number",
@@ -79,8 +82,10 @@ class Setting:
             return all(size >= 1 for size in dataclasses.astuple(value))
         if self.kind in (int, float):
             return isinstance(value, int | self.kind) and self._is_in_range(value)
-        choices = self.metadata.get("choices", (value,))
-        return isinstance(value, self.kind) and value in choices and value not in ("", ())
+        choices, pattern = self.metadata.get("choices", (value,)), self.metadata.get("pattern")
+        if not isinstance(value, self.kind) or value in ("", ()):
+            return False
+        return value in choices and (pattern is None or bool(re.fullmatch(pattern, str(value))))
 
     def _is_in_range(self, value: float) -> bool:
         limits = self.metadata

@@ -614,6 +614,63 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
     ),
     (
         ALONE,
+        "--mesh 1x4x1 --layers 3",
+        [
+            "--layers 3 is too few for pp=4: each stage takes at least one block; --layers 4, pp=3 "
+            "or --stage-layers auto would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x8x1 --stage-layers auto",
+        [
+            "--layers 4 is too few for pp=8: each stage takes at least one block, but for the "
+            "first and the last; --layers 6 or pp=6 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--stage-layers auto --layers 513",
+        [
+            "--layers 513 is more than 512, but --stage-layers auto looks at every cut; "
+            "--stage-layers even or --layers 512 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x2x1 --stage-layers 6,7,7,4",
+        [
+            "--stage-layers 6,7,7,4 has 4 counts for pp=2, but each stage has a count of blocks; "
+            "--stage-layers 2,2 or pp=4 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x4x1 --layers 12 --stage-layers 6,7,7,4",
+        [
+            "--stage-layers 6,7,7,4 is 24 blocks of --layers 12, but every block is on one stage; "
+            "--stage-layers 3,3,3,3 or --layers 24 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x4x1 --stage-layers 2,0,0,2",
+        [
+            "--stage-layers 2,0,0,2 leaves stage 1 and 2 empty, but without a block, only "
+            "the first stage (embedding) and the last (head) compute anything; --stage-layers "
+            "1,1,1,1 or fewer stages would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x2x1 --stage-layers 2;2",
+        [
+            "--stage-layers 2;2: must be even, auto or one whole number for each stage, for "
+            "example 6,7,7,4",
+        ],
+    ),
+    (
+        ALONE,
         "--mesh 1x1x3",
         [
             "--global-batch-size 64 is not a multiple of dp=3, but all ranks take equally many "

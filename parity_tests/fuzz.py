@@ -25,6 +25,7 @@ from dtensor_llm.config import (
 from dtensor_llm.data import IGNORED_LABEL, Batch
 from dtensor_llm.parity import ParityCheck, Report, expect
 from dtensor_llm.settings import SETTINGS, Setting
+from dtensor_llm.stages import MOST_BALANCED
 from dtensor_llm.train import Trainer, watched_step
 from dtensor_llm.worlds import World, threads
 from parity_tests.harness import LLAMA, SECONDS, RandomBatches
@@ -194,9 +195,21 @@ def draw_model(random: Random, mesh: MeshSizes) -> Values:
         "rope_theta": random.choice((10000.0, 500000.0, 10.0)),
         "norm_eps": random.choice((1e-5, 1e-6, 1e-3)),
     }
+    values["stage_layers"] = draw_split(random, values["layers"], mesh.pp)
     if random.random() < 0.3 and ModelConfig(**values_of(ModelConfig, values)).num_ffn % tp == 0:
         values["ffn_width"] = None
     return values
+
+
+def draw_split(random: Random, layers: int, pp: int) -> str:
+    """Even, by cost or by hand; by hand the first and the last stage may be without a block."""
+    kind = random.choice(("even", "auto", "auto", "by hand"))
+    if kind != "by hand":
+        return kind
+    counts = [int(0 < stage < pp - 1) for stage in range(pp)]
+    for _ in range(layers - sum(counts)):
+        counts[random.randrange(pp)] += 1
+    return ",".join(map(str, counts))
 
 
 def values_of(sheet: type, values: Values) -> Values:
@@ -329,7 +342,7 @@ def illegal_values(setting: Setting) -> Sequence[Any]:
     """Values that are refused whatever the others are; none for switches."""
     limits, kind = setting.metadata, setting.kind
     if kind not in (int, float):
-        return ("nothing-like-it",) if "choices" in limits else ()
+        return ("nothing-like-it",) if limits.keys() & {"choices", "pattern"} else ()
     step = 1 if kind is int else 0.25
     beyond = [limits[key] - step for key in ("minimum",) if key in limits]
     beyond += [limits[key] + step for key in ("maximum",) if key in limits]
@@ -351,6 +364,13 @@ UNRULY: dict[str, Redraw] = {
     "global_batch_size": number("global_batch_size", 1, 24),
     "micro_batch_size": number("micro_batch_size", 1, 4),
     "schedule": lambda *_: {"schedule": "1f1b"},
+    "stage_layers": lambda random, values: random.choice(
+        (
+            {"stage_layers": ",".join("1" * random.randint(1, 4))},
+            {"stage_layers": ",".join(["2", *"0" * (values["mesh"].pp - 2), "1"])},
+            {"stage_layers": "auto", "layers": MOST_BALANCED + 1},
+        )
+    ),
     "warmup_steps": number("warmup_steps", 0, 8),
     "zero": number("zero", 0, 3),
     "reshard_after_forward": lambda random, _: {"reshard_after_forward": random.random() < 0.5},

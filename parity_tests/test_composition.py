@@ -46,6 +46,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "tokens": ("sharded", "whole", "overlapped"),
     "fused_qkv": (False, True),
     "parallel_block": (False, True),
+    "stage_layers": ("even", "auto", "by hand"),
 }
 Case = dict[str, Any]
 
@@ -82,8 +83,12 @@ def configuration(case: Case) -> Config:
     """3 layers or one a stage, 8 heads, 32 sequences; GPipe where 1F1B has too few microbatches."""
     sizes = parse_mesh(case["mesh"], None)
     family = LLAMA | {"kv_heads": 8} if case["family"] == "llama" else {}
+    layers, split = max(3, sizes.pp), case["stage_layers"]
+    if split == "by hand":
+        split = uneven_counts(layers, sizes.pp)
     own = {
-        "layers": max(3, sizes.pp),
+        "layers": layers,
+        "stage_layers": split,
         "dropout": case["dropout"],
         "tied_embeddings": case["tied"],
         "vocab_size": case["vocab_size"],
@@ -98,6 +103,14 @@ def configuration(case: Case) -> Config:
         "eps": 1e-6,
     }
     return small_config(case["mesh"], **family | own)
+
+
+def uneven_counts(layers: int, pp: int) -> str:
+    """All that the others leave on the last stage but one, the head alone on the last."""
+    if pp == 1:
+        return str(layers)
+    others = [1] * (pp - 2)
+    return ",".join(map(str, [*others, layers - len(others), 0]))
 
 
 def name_of(case: Case) -> str:

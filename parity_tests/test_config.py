@@ -117,6 +117,12 @@ SOME_VALUES = {
 }
 
 
+def some_values(setting: Setting) -> tuple[object, ...]:
+    if "pattern" in setting.metadata:
+        return tuple(v for v in ("even", "auto", "2,2", "4") if setting.problem(v) is None)
+    return setting.metadata.get("choices", SOME_VALUES[setting.kind])
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.find.__name__)
 def test_verdict_of_a_rule_depends_on_what_it_reads_alone(rule: Rule) -> None:
     unread = [setting for name, setting in SETTINGS.items() if name not in rule.reads]
@@ -124,7 +130,7 @@ def test_verdict_of_a_rule_depends_on_what_it_reads_alone(rule: Rule) -> None:
         config = config_of(line, surroundings)
         verdict = any(rule.find(config, surroundings))
         for setting in unread:
-            for value in setting.metadata.get("choices", SOME_VALUES[setting.kind]):
+            for value in some_values(setting):
                 section = getattr(config, setting.section)
                 changed = dataclasses.replace(section, **{setting.name: value})
                 other = dataclasses.replace(config, **{setting.section: changed})
@@ -286,7 +292,7 @@ EVERY_FLAG = (
     "--global-batch-size 32 --micro-batch-size 4 --steps 9 --lr 1e-3 --warmup-steps 2 "
     "--min-lr-ratio 0 --weight-decay 0.2 --clip-grad 0.5 --seed 7 --optimizer sgd "
     "--momentum 0.5 --beta1 0.8 --beta2 0.9 --eps 1e-6 --dtype float64 --eval-every 3 "
-    "--eval-samples 5 --mesh 2x2x1 --zero 2 --defer-reduce --schedule gpipe "
+    "--eval-samples 5 --mesh 2x2x1 --zero 2 --defer-reduce --schedule gpipe --stage-layers 4,2 "
     "--no-sequence-parallel --world threads --device cpu --timeout 5 --data a b --check-parity "
     "--record run --record-every 7 --metrics run.jsonl",
     "--mesh 2x2x1 --reshard-after-forward --prefetch-depth 2 --offload weights --async-tp",

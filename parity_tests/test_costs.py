@@ -80,6 +80,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ddp and pp": ("1x2x2", {"zero": 0, "ddp": True, "ddp_bucket_mb": 0.02, "layers": 3}),
     "pipeline": ("1x4x1", {"layers": 5}),
+    "pipeline, by hand": ("2x2x2", {"layers": 4, "stage_layers": "1,3", "vocab_size": 57}),
+    "pipeline, embedding alone": ("2x2x2", {"layers": 2, "stage_layers": "0,2", "zero": 1}),
+    "pipeline, head alone": ("1x2x2", {"layers": 2, "stage_layers": "2,0", "zero": 2}),
+    "pipeline, both alone": (
+        "1x3x2",
+        {"layers": 2, "stage_layers": "0,2,0", "global_batch_size": 12},
+    ),
+    "pipeline, by cost": ("1x4x1", {"layers": 5, "stage_layers": "auto", "vocab_size": 999}),
+    "grid and pp, embedding alone": ("tp=2x2,pp=2", {"layers": 3, "stage_layers": "0,3"}),
+    "ddp and pp, head alone": (
+        "1x2x2",
+        {"zero": 0, "ddp": True, "ddp_bucket_mb": 0.02, "stage_layers": "2,0"},
+    ),
     "pipeline, gpipe": ("1x2x1", {"schedule": "gpipe", "micro_batch_size": 8}),
     "2x2x2": ("2x2x2", {"vocab_size": 57}),
     "4x1x2": ("4x1x2", {}),
@@ -147,7 +160,19 @@ def test_counted_is_predicted(case: str) -> None:
     hold_to_closed_form(small_config(mesh, **values))
 
 
-@pytest.mark.parametrize("case", ["tp", "sp", "zero 3, uneven rows", "hybrid", "pipeline", "2x2x2"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "tp",
+        "sp",
+        "zero 3, uneven rows",
+        "hybrid",
+        "pipeline",
+        "pipeline, embedding alone",
+        "pipeline, both alone",
+        "2x2x2",
+    ],
+)
 def test_counted_is_predicted_for_the_other_family(case: str) -> None:
     mesh, values = CASES[case]
     hold_to_closed_form(small_config(mesh, **LLAMA | values))

@@ -39,6 +39,7 @@ CASES = {
     "heads_permuted": ("forward", "heads and the entries of a head are exchanged"),
     "gelu_of_the_other_kind": ("forward", ""),
     "every_stage_normalizes_its_output": ("forward", ""),
+    "block_on_both_sides_of_a_cut": ("forward", ""),
     "only_own_tokens_go_back": ("backward", "missing: zero for tokens"),
     "gradient_of_a_sum_is_summed": ("backward", "2 times what is right, throughout: tp"),
     "label_subtracted_by_every_rank": ("backward", "right but for entry"),

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from dtensor_llm.parallel.pipeline_parallel import layers_of_stage
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
 from parity_tests.harness import (
@@ -80,16 +79,6 @@ def test_stages_act_in_the_order_of_the_reference(micro_batch_size: int, schedul
     for stage, acted in enumerate(threads.run(4, main, timeout=SECONDS)):
         expected = reference.actions(schedule, stage, 4, config.microbatches)
         assert acted == [str(action) for action in expected]
-
-
-def test_stages_hold_every_layer_once() -> None:
-    assert [list(layers_of_stage(5, stage, 3)) for stage in range(3)] == [[0, 1], [2, 3], [4]]
-    for num_layers in range(1, 13):
-        for num_stages in range(1, num_layers + 1):
-            stages = [layers_of_stage(num_layers, s, num_stages) for s in range(num_stages)]
-            assert [layer for stage in stages for layer in stage] == list(range(num_layers))
-            sizes = [len(stage) for stage in stages]
-            assert max(sizes) - min(sizes) <= 1
 
 
 def test_tied_copies_stay_bitwise_equal() -> None:

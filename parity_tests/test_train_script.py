@@ -141,6 +141,11 @@ def test_threads_say_what_a_cluster_would_run(train_gpt: TrainGPT) -> None:
     )
 
 
+def test_start_of_a_pipeline_says_how_it_is_cut(train_gpt: TrainGPT) -> None:
+    lines = train_gpt("--mesh 1x2x1 --layers 3 --stage-layers 0,3").stdout.splitlines()
+    assert "parameters, stages of 0,3 blocks, " in lines[1]
+
+
 def test_metrics_hold_what_is_printed(train_gpt: TrainGPT, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     done = train_gpt(f"--mesh 2x2x2 --steps 4 --eval-every 2 --eval-samples 5 --metrics {path}")

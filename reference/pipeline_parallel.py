@@ -7,6 +7,8 @@
 3. GPipe runs all forwards, then all backwards: each stage holds the activations of m microbatches.
 4. 1F1B starts each backward as early as it can: a stage holds as many as there are stages from it
    to the end, however large m is. The idle turns are the same.
+   All of them wait for the slowest stage. Equal counts of blocks are not equal work where a stage
+   also has the head: over a large vocabulary it costs as much as several blocks (`best_cut`).
 5. Several smaller stages on each rank fill the pipeline sooner. And a backward cut in two keeps
    nobody waiting: the gradient of its input at once, those of its weights where the rank idles.
 
@@ -28,6 +30,7 @@ for each rank, which does them in that order, each once what it needs has arrive
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, combinations, pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -85,6 +88,7 @@ def loss_and_gradients(
     stages: int,
     microbatches: int,
     schedule: Schedule = "1f1b",
+    counts: Sequence[int] | None = None,
 ) -> tuple[float, Gradients]:
     """The mean loss of the batch and its gradient, computed by a pipeline; arguments as `run`."""
     execution = run(
@@ -95,6 +99,7 @@ def loss_and_gradients(
         stages=stages,
         microbatches=microbatches,
         schedule=schedule,
+        counts=counts,
     )
     return execution.loss, execution.gradients
 
@@ -108,23 +113,25 @@ def run(
     stages: int,
     microbatches: int,
     schedule: Schedule,
+    counts: Sequence[int] | None = None,
 ) -> Execution:
     """Train on one batch with a stage on each rank, and report what happened when.
 
     Args:
-        model: whole weights, at least one block for each stage.
+        model: whole weights.
         tokens: b t; microbatches must divide b.
         labels: b t, -100 ignored.
         dropout: None in evaluation.
         stages: number of ranks.
         microbatches: m.
         schedule: the order of the actions.
+        counts: blocks of each stage; None is an equal share of one at least.
 
     Raises:
-        ValueError: more stages than blocks.
+        ValueError: more stages than blocks, or counts that are not of these.
     """
     programs = [actions(schedule, stage, stages, microbatches) for stage in range(stages)]
-    return execute(model, tokens, labels, dropout, programs=programs)
+    return execute(model, tokens, labels, dropout, programs=programs, counts=counts)
 
 
 def execute(
@@ -134,18 +141,22 @@ def execute(
     dropout: Dropout | None = None,
     *,
     programs: Sequence[Sequence[Action]],
+    counts: Sequence[int] | None = None,
 ) -> Execution:
     """Train on one batch by any schedule: `programs[rank]` is what a rank does, in its order.
 
+    `counts` are the blocks of each stage; None is an equal share of one at least.
+
     Raises:
-        ValueError: more stages than blocks.
+        ValueError: more stages than blocks, or counts that are not of these.
         RuntimeError: a deadlock.
     """
     stages = 1 + max(action.stage for program in programs for action in program)
     microbatches = 1 + max(action.microbatch for program in programs for action in program)
-    if model.options.layers < stages:
-        raise ValueError(f"{model.options.layers} blocks are too few for {stages} stages")
-    pipeline = [make_stage(model, index, stages) for index in range(stages)]
+    counts = equal_counts(model.options.layers, stages) if counts is None else counts
+    if (len(counts), sum(counts)) != (stages, model.options.layers):
+        raise ValueError(f"{counts} are not {model.options.layers} blocks on {stages} stages")
+    pipeline = [make_stage(model, index, counts) for index in range(stages)]
     pieces = list(split_batch(tokens, labels, dropout, microbatches))
     total = max(1, num_valid(labels))
     left = [list(program) for program in programs]
@@ -217,6 +228,7 @@ class Stage:
     blocks: range
     weights: Weights
     options: ModelOptions
+    is_last: bool
     inputs: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[int, Tensor | None] = field(default_factory=dict)
@@ -248,7 +260,7 @@ class Stage:
             x = self.inputs[number] = arrived.pop(action).requires_grad_()
         for index in self.blocks:
             x = block(self.weights, index, x, self.options, dropout)
-        if self.blocks.stop == self.options.layers:
+        if self.is_last:
             x = loss_sum(head(self.weights, x, self.options), labels) / total
             self.losses.append(x.item())
         else:
@@ -276,19 +288,47 @@ class Stage:
         torch.autograd.backward(output, gradient, inputs=list(self.weights.values()))
 
 
-def make_stage(model: Model, index: int, stages: int) -> Stage:
-    """An equal share of the blocks, the first stages having one more where need be."""
-    options = model.options
-    size, extra = divmod(options.layers, stages)
-    start = index * size + min(index, extra)
-    blocks = range(start, start + size + (index < extra))
+def equal_counts(layers: int, stages: int) -> list[int]:
+    """Blocks of each stage, the first stages having one more where need be.
+
+    Raises:
+        ValueError: more stages than blocks.
+    """
+    if layers < stages:
+        raise ValueError(f"{layers} blocks are too few for {stages} stages")
+    size, extra = divmod(layers, stages)
+    return [size + (stage < extra) for stage in range(stages)]
+
+
+def best_cut(costs: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Items of each stage, one at least, in a row, so that the slowest stage is as fast as can be.
+
+    The items are the embedding, every block and the head. By trying every cut: of the best, that of
+    the least sum of squares, and of those the one that gives most to the first stages.
+    """
+
+    def rank(counts: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+        ends = list(accumulate(counts))
+        sums = [sum(costs[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+        return max(sums), sum(x * x for x in sums), tuple(-count for count in counts)
+
+    places = combinations(range(1, len(costs)), stages - 1)
+    cuts = ((0, *inner, len(costs)) for inner in places)
+    return min((tuple(b - a for a, b in pairwise(cut)) for cut in cuts), key=rank)
+
+
+def make_stage(model: Model, index: int, counts: Sequence[int]) -> Stage:
+    """The stage's blocks, and with the first the embeddings, with the last the head."""
+    options, stages = model.options, len(counts)
+    start = sum(counts[:index])
+    blocks = range(start, start + counts[index])
     prefixes = [f"blocks.{block}." for block in blocks]
     if index == 0:
         prefixes += ["token_embedding", "position_embedding"]
     if index == stages - 1:
         prefixes += ["final_norm", options.head_name]
     own = {name: w for name, w in model.weights.items() if name.startswith(tuple(prefixes))}
-    return Stage(blocks, leaves(own), options)
+    return Stage(blocks, leaves(own), options, is_last=index == stages - 1)
 
 
 def join_gradients(ranks: list[Stage], model: Model) -> Gradients:

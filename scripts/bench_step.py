@@ -6,7 +6,8 @@
 float32: 6 layers, width 384, 6 heads, 256 tokens, 8 sequences a step, vocabulary 256, tied, GELU,
 AdamW, clip 1.0. Two processes talk over gloo, with one thread each; what one rank does, the first
 of them does with two threads, while the other sleeps. All alternate step by step, so that they meet
-the same weather: ratios are medians of the ratios round by round.
+the same weather: ratios are medians of the ratios round by round. `pair` is the step of one rank
+and one thread, done by both ranks at once without a word: what two busy cores cost each other.
 """
 
 import argparse
@@ -50,6 +51,7 @@ class Variant:
         other: name of the variant that it is compared with, ...
         share: ... of whose time this part counts.
         other_target: of that ratio.
+        silent: both ranks do, at the same time, the step of one rank.
     """
 
     make: Callable[[World], Step]
@@ -59,6 +61,11 @@ class Variant:
     other: str = ""
     share: float = 1.0
     other_target: float | None = None
+    silent: bool = False
+
+    def is_alone(self, rank: int) -> bool:
+        """Whether `rank` does here what a world of one does."""
+        return self.silent or (self.ranks == 1 and rank == 0)
 
 
 def our_step(
@@ -91,6 +98,7 @@ VARIANTS: dict[str, Variant] = {
     "plain": Variant(partial(plain_step, MODEL), ranks=1, threads=2),
     ONE: Variant(our_step, ranks=1, threads=2, other="plain"),
     "one-thread": Variant(our_step, ranks=1),
+    "pair": Variant(our_step, silent=True, other="one-thread"),
     "plain-ddp": Variant(partial(plain_ddp_step, MODEL)),
     "dp": Variant(
         partial(our_step, dp_shard=2, zero=0), target=1.0, other="plain-ddp", other_target=1.03
@@ -110,7 +118,10 @@ VARIANTS: dict[str, Variant] = {
         partial(our_step, tp=2, async_tp=True), target=1.10, other="tp", other_target=1.0
     ),
     "pp": Variant(
-        partial(our_step, train=PIPELINED, pp=2), other="one-thread", share=IDEAL_PIPELINE
+        partial(our_step, train=PIPELINED, pp=2),
+        other="one-thread",
+        share=IDEAL_PIPELINE,
+        other_target=1.06,
     ),
 }
 
@@ -135,7 +146,7 @@ def main() -> int:
         )
     names = [asked.profile] if asked.profile else with_others(asked.only or VARIANTS)
     variants = {name: VARIANTS[name] for name in names}
-    alone = make_alone(variants) if place.rank == 0 else {}
+    alone = make_alone({name: v for name, v in variants.items() if v.is_alone(place.rank)})
     run = partial(profile_one if asked.profile else bench, variants, alone, asked.steps)
     processes.run(run, device="cpu")
     return 0
@@ -162,10 +173,10 @@ def with_others(names: Iterable[str]) -> list[str]:
 
 
 def make_alone(variants: Mapping[str, Variant]) -> dict[str, Step]:
-    """Those of one rank: built in a world of one, whose process group they need no longer."""
+    """Built in a world of one, whose process group they need no longer."""
     world = open_world(Place(0, 1, 0, 1), torch.device("cpu"), None, dist.HashStore())
     try:
-        return {name: v.make(world) for name, v in variants.items() if v.ranks == 1}
+        return {name: v.make(world) for name, v in variants.items()}
     finally:
         close_world()
 
@@ -174,7 +185,8 @@ def make_all(
     variants: Mapping[str, Variant], alone: Mapping[str, Step], world: World
 ) -> dict[str, Step]:
     """The steps that this rank takes part in."""
-    return dict(alone) | {name: v.make(world) for name, v in variants.items() if v.ranks == RANKS}
+    together = {name: v for name, v in variants.items() if v.ranks == RANKS and not v.silent}
+    return dict(alone) | {name: v.make(world) for name, v in together.items()}
 
 
 def batches(num: int) -> list[tuple[Tensor, Tensor]]:

@@ -11,6 +11,7 @@ from dtensor_llm.checks.model_rules import legal_meshes
 from dtensor_llm.checks.rule import Rule, Surroundings
 from dtensor_llm.config import Config
 from dtensor_llm.settings import SETTINGS, join_or
+from dtensor_llm.stages import is_by_hand, split_problems
 
 MAX_THREADS = 1024
 """Ranks of a threads world, which take turns on the cores of one machine."""
@@ -97,7 +98,9 @@ def _is_on_cuda(config: Config, surroundings: Surroundings) -> bool:
 
 def memory_is_enough(config: Config, surroundings: Surroundings) -> Iterator[str]:
     """Holds for ranks on the CPU alone: the memory of CUDA devices is not looked at."""
-    if _is_on_cuda(config, surroundings) or _fits(config, surroundings):
+    if _is_on_cuda(config, surroundings) or any(split_problems(config)):
+        return
+    if _fits(config, surroundings):
         return
     floor = memory_floor(config)
     copies = f" x {floor.copies} copies" if floor.copies > 1 else ""
@@ -137,7 +140,7 @@ def _what_fits(config: Config, surroundings: Surroundings) -> str:
     }
     cures = [flag for flag, other in changed.items() if _fits(other, surroundings)]
     fewest, too_many = config.parallel.mesh.pp, config.model.layers
-    if fewest < too_many and _fits(with_layers(fewest), surroundings):
+    if not is_by_hand(config) and fewest < too_many and _fits(with_layers(fewest), surroundings):
         while too_many - fewest > 1:
             middle = (fewest + too_many) // 2
             if _fits(with_layers(middle), surroundings):

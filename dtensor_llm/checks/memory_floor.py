@@ -5,9 +5,9 @@ optimizer state and what the backward pass must find again; no gathered copies, 
 """
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 from dtensor_llm.config import Config, ModelConfig
+from dtensor_llm.stages import layers_of_stages
 
 
 @dataclass(frozen=True)
@@ -47,32 +47,30 @@ def memory_floor(config: Config) -> MemoryFloor:
     replicas = config.dp if parallel.zero == 0 else parallel.mesh.dp_replicate
     sequences = min(config.batch_parts * config.micro_batch_size, train.global_batch_size)
     tokens = sequences * config.model.seq_len
-    kept = tokens * int(
-        config.model.layers * _in_flight(config) * _kept_per_token_and_block(config.model)
-        + config.model.vocab_size
+    blocks = sum(
+        len(layers) * _in_flight(config, stage)
+        for stage, layers in enumerate(layers_of_stages(config))
     )
+    kept = blocks * _kept_per_token_and_block(config.model) + config.model.vocab_size
     return MemoryFloor(
         parameters=config.model.num_parameters,
         tensors_per_parameter=2 + train.num_moments + 2 * (parallel.offload == "optimizer"),
         copies=replicas + int(config.run.check_parity),
         more_copies_of_weights=config.dp - replicas if parallel.zero in (1, 2) else 0,
         element_size=train.element_size,
-        activations=kept * train.element_size,
+        activations=tokens * kept * train.element_size,
     )
 
 
-def _in_flight(config: Config) -> Fraction:
-    """Microbatches whose activations a stage holds at its peak, averaged over the stages.
+def _in_flight(config: Config, stage: int) -> int:
+    """Microbatches whose activations a stage holds at its peak.
 
     1F1B: stage s of pp holds min(m, pp - s) (Narayanan et al., arXiv 2104.04473, section 2.2).
     """
     m, pp = config.microbatches, config.parallel.mesh.pp
     if pp == 1:
-        return Fraction(1)
-    if config.parallel.schedule == "gpipe":
-        return Fraction(m)
-    growing = min(m, pp)
-    return Fraction(growing * (growing + 1) // 2 + (pp - growing) * m, pp)
+        return 1
+    return m if config.parallel.schedule == "gpipe" else min(m, pp - stage)
 
 
 def _kept_per_token_and_block(model: ModelConfig) -> int:

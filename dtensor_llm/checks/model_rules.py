@@ -9,6 +9,7 @@ from dtensor_llm.config import Config, MeshSizes
 from dtensor_llm.mesh import fitting_meshes
 from dtensor_llm.refused_pairs import RefusedPair
 from dtensor_llm.settings import SETTINGS, join_or
+from dtensor_llm.stages import split_problems
 
 MASK_LEVELS = 65536
 """Dropout masks compare 16-bit random numbers with rate x 65536, rounded."""
@@ -114,13 +115,8 @@ def largest_divisor(number: int, limit: int) -> int | None:
     return next((n for n in tried if number % n == 0), None)
 
 
-def every_stage_has_a_block(config: Config, _: Surroundings) -> Iterator[str]:
-    layers, pp = config.model.layers, config.parallel.mesh.pp
-    if layers < pp:
-        yield (
-            f"--layers {layers} is too few for pp={pp}: {RefusedPair.PP.reason}; "
-            f"--layers {pp} or pp={layers} would do"
-        )
+def layers_can_be_cut_into_stages(config: Config, _: Surroundings) -> Iterator[str]:
+    return split_problems(config)
 
 
 def tp_grid_is_square(config: Config, _: Surroundings) -> Iterator[str]:
@@ -328,7 +324,7 @@ ON_THE_MESH = (
         every_stage_has_a_microbatch,
         frozenset({"global_batch_size", "micro_batch_size", "mesh", "schedule"}),
     ),
-    Rule(every_stage_has_a_block, frozenset({"layers", "mesh"})),
+    Rule(layers_can_be_cut_into_stages, frozenset({"layers", "mesh", "stage_layers"})),
     Rule(tp_grid_is_square, frozenset({"mesh"})),
     Rule(every_row_has_positions, frozenset({"seq_len", "positions", "mesh"})),
     Rule(

@@ -12,7 +12,7 @@ arXiv 2006.09503, section 3.2, and arXiv 2104.04473, section 2.2. The schedules 
 | what                               | where                                                     |
 |------------------------------------|-----------------------------------------------------------|
 | embeddings                         | stage 0                                                   |
-| block i                            | one stage; counts differ by at most one, more to the first |
+| block i                            | one stage, as `stages.layers_of_stages` cuts them         |
 | final norm, head, loss             | stage pp-1                                                |
 | tied embedding                     | stages 0 and pp-1: equal copies, gradients summed         |
 
@@ -21,7 +21,6 @@ b t d numbers each (t/tp with tokens sharded); tied: the gradient once a step, b
 """
 
 from collections.abc import Callable
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -30,28 +29,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from dtensor_llm.config import ModelConfig
+from dtensor_llm.config import Config
 from dtensor_llm.model import GPT
+from dtensor_llm.stages import layers_of_stages
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
-def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
-    """The blocks that a stage holds: as even as can be, the first stages one more."""
-    sizes = [num_layers // num_stages + (i < num_layers % num_stages) for i in range(num_stages)]
-    end = list(accumulate(sizes))[stage]
-    return range(end - sizes[stage], end)
-
-
-def build_stage(config: ModelConfig, mesh: DeviceMesh) -> GPT:
+def build_stage(config: Config, mesh: DeviceMesh) -> GPT:
     """This rank's part of the model, on the current default device."""
-    stage, num_stages = mesh.get_local_rank(), mesh.size()
-    return GPT(
-        config,
-        layers_of_stage(config.layers, stage, num_stages),
-        first=stage == 0,
-        last=stage == num_stages - 1,
-    )
+    stage, layers = mesh.get_local_rank(), layers_of_stages(config)
+    return GPT(config.model, layers[stage], first=stage == 0, last=stage == len(layers) - 1)
 
 
 def make_schedule(

@@ -242,6 +242,8 @@ def grid_gradients(config: Config, place: Place) -> list[Traffic]:
     """Gradients of vectors, Partial over the rows, summed once a step in one buffer."""
     vectors = [p for g in groups(config, place) for p in g.values() if len(p.shape) == 1]
     elements = sum(math.prod(owned_shape(p, config, place)) for p in vectors)
+    if elements == 0:
+        return []
     return over(config, "all-reduce", ("tp_row",), elements * config.train.element_size)
 
 

@@ -221,8 +221,9 @@ class GroupSizes:
 
 
 def sizes_of_groups(config: Config, place: Place) -> tuple[GroupSizes, GroupSizes]:
-    """A block's, and those of what is in no block."""
-    block, rest = block_parameters(config.model), other_parameters(config, place)
+    """A block's (none where the stage has none), and those of what is in no block."""
+    block = block_parameters(config.model) if num_blocks(config, place) else {}
+    rest = other_parameters(config, place)
     return group_sizes(block, config, place), group_sizes(rest, config, place)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dtensor_llm.config import Config, ModelConfig
+from dtensor_llm.stages import layers_of_stages
 
 Shape = tuple[int, ...]
 
@@ -67,9 +68,8 @@ def is_last(config: Config, place: Place) -> bool:
 
 
 def num_blocks(config: Config, place: Place) -> int:
-    """Blocks of the rank's stage: as even as can be, the first stages one more."""
-    layers, pp = config.model.layers, config.parallel.mesh.pp
-    return layers // pp + (place.pp < layers % pp)
+    """Blocks of the rank's stage."""
+    return len(layers_of_stages(config)[place.pp])
 
 
 def groups(config: Config, place: Place) -> list[Group]:

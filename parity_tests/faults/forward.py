@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from dtensor_llm import initialize, loss, model
 from dtensor_llm.collectives import redistribute
+from dtensor_llm.config import Config
 from dtensor_llm.mesh import TP_COPIES, TP_HEADS
 from dtensor_llm.model import GPT, MLP, Attention, LearnedPositions
 from dtensor_llm.parallel import pipeline_parallel, sequence_parallel, tensor_parallel
@@ -403,4 +404,25 @@ def every_stage_normalizes_its_output() -> Iterator[None]:
         return y if self.last else F.layer_norm(y, y.shape[-1:])
 
     with patch.object(GPT, "forward", wrong):
+        yield
+
+
+@planted(
+    "pipeline_parallel",
+    "1x2x1",
+    "loss",
+    sabotaged="blocks.1*",
+    symptom="A model one block deeper, which trains as well; its checkpoint has one of two copies.",
+    layers=3,
+    stage_layers="2,1",
+)
+def block_on_both_sides_of_a_cut() -> Iterator[None]:
+    """Stages after the first begin with the last block of the stage before."""
+    cut = pipeline_parallel.layers_of_stages
+
+    def wrong(config: Config) -> tuple[range, ...]:
+        first, *rest = cut(config)
+        return (first, *(range(layers.start - 1, layers.stop) for layers in rest))
+
+    with patch.object(pipeline_parallel, "layers_of_stages", wrong):
         yield

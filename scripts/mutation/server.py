@@ -28,7 +28,7 @@ import pytest
 from mutation.targets import STARTS_PROCESSES
 
 MEMORY = 16 * 2**30  # bytes of addresses for one run: a mutant may ask for any size
-LONGEST = 600.0  # seconds for the unmutated tests
+LONGEST = 3600.0  # seconds for the unmutated tests, also on a machine that does other things
 NOT_IMPORTED, TOOL_FAILED = 98, 99  # exit statuses beside those of pytest
 NO_TESTS = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 

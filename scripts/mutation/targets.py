@@ -32,6 +32,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "parallelize.py": STEP,
     "plan.py": TENSORS,
     "initialize.py": (MODEL, TENSOR),
+    "stages.py": ("test_stages", "test_config"),
     "train.py": STEP,
     "parallel/__init__.py": TENSORS,
     "parallel/data_parallel.py": SUMS,

@@ -1,0 +1,259 @@
+"""How the blocks are cut into stages: costs, the best cut, and that any cut equals one device."""
+
+import dataclasses
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dtensor_llm.checks import Surroundings, check
+from dtensor_llm.config import Config, ConfigError, MeshSizes, ModelConfig, ParallelConfig
+from dtensor_llm.model import GPT
+from dtensor_llm.parallel import pipeline_parallel
+from dtensor_llm.planner.placements import plan_stages
+from dtensor_llm.presets import PRESETS
+from dtensor_llm.stages import MOST_BALANCED, balance, costs, layers_of_stages, num_stages
+from dtensor_llm.worlds import WorldError
+from parity_tests.harness import LLAMA, parity, small_config, strategy_parity
+from reference import pipeline_parallel as reference
+
+
+def pipeline(layers: int, pp: int, stage_layers: str = "even", **model: Any) -> Config:
+    parallel = ParallelConfig(mesh=MeshSizes(pp=pp), stage_layers=stage_layers)
+    return Config(model=ModelConfig(layers=layers, **model), parallel=parallel)
+
+
+def counts(config: Config) -> list[int]:
+    return [len(layers) for layers in layers_of_stages(config)]
+
+
+# ---------------------------------------------------------------- cuts
+
+
+@pytest.mark.parametrize("split", ["even", "auto"])
+def test_stages_hold_every_layer_once(split: str) -> None:
+    for layers in range(1, 13):
+        for pp in range(1, layers + (3 if split == "auto" else 1)):
+            config = pipeline(layers, pp, split)
+            stages = layers_of_stages(config)
+            assert len(stages) == num_stages(config) == pp
+            assert [layer for stage in stages for layer in stage] == list(range(layers))
+            assert all(stages[1:-1])
+
+
+def test_even_counts_differ_by_one_at_most_and_the_first_stages_have_more() -> None:
+    assert counts(pipeline(5, 3)) == [2, 2, 1]
+    assert counts(pipeline(12, 4)) == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("split", ["6,7,7,4", "0,12,12,0", "24,0"])
+def test_counts_by_hand_are_taken_as_they_are(split: str) -> None:
+    by_hand = [int(text) for text in split.split(",")]
+    assert counts(pipeline(24, len(by_hand), split)) == by_hand
+
+
+def test_auto_without_a_head_to_speak_of_is_even() -> None:
+    for layers in range(2, 13):
+        for pp in range(1, layers + 1):
+            items = (0, *[5] * layers, 0)
+            sizes = [len(part) for part in balance(items, pp)]
+            sizes[0] -= 1  # the embedding
+            sizes[-1] -= 1  # the head
+            assert sorted(sizes) == sorted(counts(pipeline(layers, pp)))
+    assert counts(pipeline(5, 2, "auto", vocab_size=16)) == [3, 2]
+
+
+def test_a_large_vocabulary_has_a_stage_to_itself() -> None:
+    """GPT-2: the head of 50,257 tokens costs as much as 4.9 blocks."""
+    model = PRESETS["gpt2"]
+    embedding, *blocks, head = costs(model)
+    assert 4.9 < head / blocks[0] < 5 and embedding < blocks[0] / 1000
+    config = dataclasses.replace(pipeline(12, 4, "auto"), model=model)
+    assert counts(config) == [4, 4, 4, 0]
+    plans = plan_stages(config)
+    assert [plan.num_parameters for plan in plans[1:]] == [
+        4 * model.num_block_parameters,
+        4 * model.num_block_parameters,
+        model.vocab_size * model.width + 2 * model.width,
+    ]
+
+
+def test_balance_is_the_best_of_all_cuts() -> None:
+    """With small whole costs there are many ties: they are broken as the reference breaks them."""
+    drawn = random.Random(0)
+    for _ in range(400):
+        items = tuple(drawn.choice((0, 1, 2, 3, 7)) for _ in range(drawn.randint(1, 9)))
+        num_parts = drawn.randint(1, len(items))
+        parts = balance(items, num_parts)
+        assert tuple(len(part) for part in parts) == reference.best_cut(items, num_parts)
+        assert [item for part in parts for item in part] == list(range(len(items)))
+
+
+def test_balance_takes_measured_times() -> None:
+    times = (0.3, 0.1, 0.1, 0.1, 0.05, 0.05, 0.3)
+    parts = balance(times, 3)
+    assert parts == (range(1), range(1, 5), range(5, 7))
+    assert balance(tuple(7 * time for time in times), 3) == parts
+
+
+@pytest.mark.parametrize("num_parts", [0, 4])
+def test_balance_refuses_parts_without_an_item(num_parts: int) -> None:
+    with pytest.raises(ValueError, match=f"3 items cannot be cut into {num_parts} parts"):
+        balance((1, 2, 3), num_parts)
+
+
+# ---------------------------------------------------------------- costs
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"attention_dropout": 0.1},
+        {"attention_dropout": 0.1, **LLAMA, "fused_qkv": True},
+        {"attention_dropout": 0.1, "parallel_block": True, "bias": False, "ffn_width": 50},
+    ],
+    ids=["gpt2", "llama", "parallel block"],
+)
+def test_costs_are_the_operations_that_torch_counts(model: dict[str, Any]) -> None:
+    """Products, forward and backward; torch's counter leaves out what is done by element."""
+    config = small_config(**model).model
+    d, num_norms = config.width, config.norms_per_block
+    norm = 3 * (7 if config.norm == "layernorm" else 4) * d
+    _, block, *_, head = costs(config)
+    b, t = 2, config.seq_len
+    for part, cost in (
+        ({"layers": [0], "last": False}, block - num_norms * norm - 3 * 2 * d),
+        ({"layers": [], "last": True}, head - norm - 3 * 4 * config.vocab_size),
+    ):
+        stage = GPT(config, first=False, **part)
+        x = torch.randn(b, t, d, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            stage(x, torch.arange(b)).sum().backward()
+        assert counter.get_total_flops() == b * t * cost
+
+
+def test_causal_attention_costs_half() -> None:
+    """t (t + 1) / 2 pairs of tokens, where the path that draws masks has t^2."""
+    config = small_config(seq_len=7).model
+    whole = dataclasses.replace(config, attention_dropout=0.1)
+    d, t = config.width, config.seq_len
+    assert costs(whole)[1] - costs(config)[1] == 3 * 4 * d * t - 3 * 4 * d * (t + 1) // 2
+
+
+def test_embedding_costs_its_additions() -> None:
+    config = small_config().model
+    assert costs(config)[0] == 3 * config.width
+    assert costs(dataclasses.replace(config, positions="rope"))[0] == config.width
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("split", ["1,2", "3,1,1", "2,0,2", "5"])
+def test_a_cut_that_cannot_be_is_refused_wherever_it_is_asked_for(split: str) -> None:
+    config = pipeline(4, 3, split)
+    with pytest.raises(ConfigError) as raised:
+        layers_of_stages(config)
+    with pytest.raises(ConfigError) as checked:
+        check(config, Surroundings())
+    assert raised.value.problems[0] in checked.value.problems
+
+
+def test_cures_are_legal() -> None:
+    for split in ("1,2", "3,1,1", "2,0,2", "5", "even", "auto"):
+        for layers in (1, 2, 4, 5):
+            for pp in (2, 3, 5, 7):
+                config = pipeline(layers, pp, split)
+                try:
+                    layers_of_stages(config)
+                except ConfigError as error:
+                    assert_some_cure_holds(config, str(error))
+
+
+def assert_some_cure_holds(config: Config, text: str) -> None:
+    _, _, cures = text.rpartition("; ")
+    tried = 0
+    for word, value in zip(cures.split(), cures.split()[1:], strict=False):
+        if word == "--stage-layers":
+            other = pipeline(config.model.layers, num_stages(config), value.strip(","))
+            assert layers_of_stages(other)
+            tried += 1
+    assert tried or "--layers" in cures or "pp=" in cures, text
+
+
+def test_the_search_is_bounded() -> None:
+    assert counts(pipeline(MOST_BALANCED, 2, "auto"))
+    with pytest.raises(ConfigError, match=f"--layers {MOST_BALANCED + 1} is more than"):
+        layers_of_stages(pipeline(MOST_BALANCED + 1, 2, "auto"))
+    assert counts(pipeline(10**12, 2)) == [5 * 10**11] * 2
+
+
+# ---------------------------------------------------------------- parity
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("split", [(1, 3, 1), (0, 5, 0), (2, 3, 0), (0, 1, 4)], ids=str)
+def test_equals_its_reference(schedule: str, split: tuple[int, ...]) -> None:
+    config = small_config(
+        "1x3x1",
+        schedule=schedule,
+        layers=5,
+        dropout=0.1,
+        global_batch_size=12,
+        stage_layers=",".join(map(str, split)),
+    )
+    strategy = partial(
+        reference.loss_and_gradients,
+        stages=3,
+        microbatches=config.microbatches,
+        schedule=schedule,
+        counts=split,
+    )
+    report = strategy_parity(config, strategy)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("1x2x1", {"stage_layers": "1,4", "micro_batch_size": 1}),
+        ("1x2x1", {"stage_layers": "0,5", "schedule": "gpipe"}),
+        ("1x4x1", {"stage_layers": "auto", "vocab_size": 999}),
+        ("2x2x1", {"stage_layers": "5,0", "gather_again": True}),
+        ("2x2x1", {"stage_layers": "0,5", "sequence_parallel": False}),
+        ("2x2x2", {"stage_layers": "4,1"}),
+        ("2x2x2", {"stage_layers": "0,5", "parallel_block": True}),
+        ("1x2x2", {"stage_layers": "5,0", "zero": 0}),
+        ("1x2x2", {"stage_layers": "0,5", "zero": 0, "ddp": True}),
+        ("2x2x2", {"stage_layers": "2,3", "zero": 1}),
+        ("1x2x2", {"stage_layers": "0,5", "zero": 2}),
+        ("1x2x2", {"stage_layers": "5,0", "reshard_after_forward": True, "prefetch_depth": 2}),
+        ("1x2x2", {"stage_layers": "0,5", "offload": "weights"}),
+    ],
+)
+def test_equals_one_device(
+    mesh: str, options: dict[str, object], family: dict[str, object]
+) -> None:
+    report = parity(small_config(mesh, layers=5, **family | options))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("split", ["0,3", "3,0", "1,2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_grid_equals_one_device(split: str, tied: bool) -> None:
+    report = parity(small_config("tp=2x2,pp=2", layers=3, stage_layers=split, tied_embeddings=tied))
+    assert report.passed, report
+
+
+def test_a_block_that_no_stage_holds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(config: Config) -> tuple[range, ...]:
+        first, last = layers_of_stages(config)
+        return first, last[1:]
+
+    monkeypatch.setattr(pipeline_parallel, "layers_of_stages", forgetful)
+    with pytest.raises(WorldError, match=r"no rank holds the gradient of blocks\.1\."):
+        parity(small_config("1x2x1", layers=4, stage_layers="1,3"))
