@@ -364,10 +364,10 @@ UNRULY: dict[str, Redraw] = {
     "global_batch_size": number("global_batch_size", 1, 24),
     "micro_batch_size": number("micro_batch_size", 1, 4),
     "schedule": lambda *_: {"schedule": "1f1b"},
-    "stage_layers": lambda random, values: random.choice(
+    "stage_layers": lambda random, _: random.choice(
         (
             {"stage_layers": ",".join("1" * random.randint(1, 4))},
-            {"stage_layers": ",".join(["2", *"0" * (values["mesh"].pp - 2), "1"])},
+            {"mesh": MeshSizes(pp=3), "layers": 3, "stage_layers": "2,0,1"},
             {"stage_layers": "auto", "layers": MOST_BALANCED + 1},
         )
     ),
