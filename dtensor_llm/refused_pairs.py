@@ -123,6 +123,11 @@ class RefusedPair(Enum):
         "a --seq-len that tp does not divide",
         "with sequence parallelism all ranks take equally many tokens",
     )
+    ASYNC_TP = (
+        "--async-tp",
+        "--no-sequence-parallel, tp=1 or tp=RxC",
+        "only tokens that are sharded over one tp axis travel beside their products",
+    )
     STAGE_3 = (
         "--reshard-after-forward, --prefetch-depth or --offload weights",
         "--zero below 3",

@@ -578,6 +578,40 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
     ),
     (
         ALONE,
+        "--mesh 2x1x1 --async-tp --no-sequence-parallel",
+        [
+            "--async-tp with --no-sequence-parallel: only tokens that are sharded over one tp axis "
+            "travel beside their products; --sequence-parallel, or leaving --async-tp out, would "
+            "do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x1x2 --async-tp",
+        [
+            "--async-tp with mesh tp=1: only tokens that are sharded over one tp axis travel "
+            "beside their products; tp=N of several ranks, or leaving --async-tp out, would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh tp=2x2 --async-tp",
+        [
+            "--async-tp with mesh tp=2x2: only tokens that are sharded over one tp axis travel "
+            "beside their products; tp=N of several ranks, or leaving --async-tp out, would do",
+        ],
+    ),
+    (
+        Surroundings(8, 4, num_cuda=4),
+        "--mesh 8x1x1 --async-tp",
+        [
+            "--async-tp with tp=8 on CUDA: the ranks of a tp axis read each other's memory, and "
+            "so are in one machine, but 4 processes run on this one; tp=2 or tp=4 or leaving "
+            "--async-tp out would do",
+        ],
+    ),
+    (
+        ALONE,
         "--mesh 1x8x1",
         [
             "--layers 4 is too few for pp=8: each stage takes at least one block; --layers 8 "
