@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import re
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from dtensor_llm.planner.placements import plan_stages
 from dtensor_llm.presets import PRESETS
 from dtensor_llm.stages import MOST_BALANCED, balance, costs, layers_of_stages, num_stages
 from dtensor_llm.worlds import WorldError
-from parity_tests.harness import LLAMA, parity, small_config, strategy_parity
+from parity_tests.harness import LLAMA, ROOT, parity, small_config, strategy_parity
 from reference import pipeline_parallel as reference
 
 
@@ -79,6 +80,25 @@ def test_a_large_vocabulary_has_a_stage_to_itself() -> None:
         4 * model.num_block_parameters,
         model.vocab_size * model.width + 2 * model.width,
     ]
+
+
+def test_table_of_cuts_in_the_reading_guide() -> None:
+    text = (ROOT / "reference" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S+), \d+ blocks (.*) \|$", text, re.MULTILINE)
+    assert [name for name, _ in rows] == ["gpt2", "llama3-8b", "gpt3-175b"]
+    for name, row in rows:
+        _, head, stages, *cuts = (cell.strip() for cell in row.split("|"))
+        model, pp = PRESETS[name], int(stages)
+        block = costs(model)[1]
+        assert float(head) == pytest.approx(costs(model)[-1] / block, abs=0.005)
+        for split, spelled, slowest in zip(("even", "auto"), cuts[::2], cuts[1::2], strict=True):
+            config = dataclasses.replace(pipeline(1, pp, split), model=model)
+            found = counts(config)
+            assert spelled in (", ".join(map(str, found)), f"{found[0]} each")
+            assert len(set(found)) == 1 or " each" not in spelled
+            work = [count + costs(model)[0] / block * (s == 0) for s, count in enumerate(found)]
+            work[-1] += costs(model)[-1] / block
+            assert float(slowest) == pytest.approx(max(work), abs=0.005)
 
 
 def test_balance_is_the_best_of_all_cuts() -> None:

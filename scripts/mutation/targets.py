@@ -42,6 +42,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "parallel/tensor_parallel_2d.py": (TENSOR_2D,),
     "parallel/zero.py": SUMS,
     "planner/schedule.py": SCHEDULES,
+    "planner/stage_times.py": ("test_stage_times",),
     "schedules/actions.py": SCHEDULES,
     "schedules/check.py": SCHEDULES,
     "schedules/closed_forms.py": SCHEDULES,
