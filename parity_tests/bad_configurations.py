@@ -177,6 +177,15 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
             "GiB; --layers 2 would fit",
         ],
     ),
+    (  # fewer layers would be another cut
+        Surroundings(memory_bytes=2 * GIB),
+        "--model gpt2 --global-batch-size 8 --micro-batch-size 4 --optimizer sgd --stage-layers 12",
+        [
+            "memory: the run takes at least 4.4 GiB: weights, gradients and optimizer "
+            "124,439,808 x 3 x 4 bytes = 1.4 GiB, activations 3.0 GiB; this machine has 2.0 "
+            "GiB; a smaller --model would fit",
+        ],
+    ),
     (
         Surroundings(memory_bytes=4 * GIB),
         "--model gpt2 --global-batch-size 8 --check-parity --dtype float64",

@@ -1,9 +1,8 @@
-"""How the blocks are cut into stages: costs, the best cut, and that any cut equals one device."""
+"""How the blocks are cut into stages: what they cost, the best cut, and what is refused."""
 
 import dataclasses
 import random
 import re
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from dtensor_llm.checks import Surroundings, check
 from dtensor_llm.config import Config, ConfigError, MeshSizes, ModelConfig, ParallelConfig
 from dtensor_llm.model import GPT
-from dtensor_llm.parallel import pipeline_parallel
 from dtensor_llm.planner.placements import plan_stages
 from dtensor_llm.presets import PRESETS
 from dtensor_llm.stages import MOST_BALANCED, balance, costs, layers_of_stages, num_stages
-from dtensor_llm.worlds import WorldError
-from parity_tests.harness import LLAMA, ROOT, parity, small_config, strategy_parity
+from parity_tests.harness import LLAMA, ROOT, small_config
 from reference import pipeline_parallel as reference
 
 
@@ -209,71 +206,3 @@ def test_the_search_is_bounded() -> None:
     with pytest.raises(ConfigError, match=f"--layers {MOST_BALANCED + 1} is more than"):
         layers_of_stages(pipeline(MOST_BALANCED + 1, 2, "auto"))
     assert counts(pipeline(10**12, 2)) == [5 * 10**11] * 2
-
-
-# ---------------------------------------------------------------- parity
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("split", [(1, 3, 1), (0, 5, 0), (2, 3, 0), (0, 1, 4)], ids=str)
-def test_equals_its_reference(schedule: str, split: tuple[int, ...]) -> None:
-    config = small_config(
-        "1x3x1",
-        schedule=schedule,
-        layers=5,
-        dropout=0.1,
-        global_batch_size=12,
-        stage_layers=",".join(map(str, split)),
-    )
-    strategy = partial(
-        reference.loss_and_gradients,
-        stages=3,
-        microbatches=config.microbatches,
-        schedule=schedule,
-        counts=split,
-    )
-    report = strategy_parity(config, strategy)
-    assert report.passed, report
-
-
-@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize(
-    ("mesh", "options"),
-    [
-        ("1x2x1", {"stage_layers": "1,4", "micro_batch_size": 1}),
-        ("1x2x1", {"stage_layers": "0,5", "schedule": "gpipe"}),
-        ("1x4x1", {"stage_layers": "auto", "vocab_size": 999}),
-        ("2x2x1", {"stage_layers": "5,0", "gather_again": True}),
-        ("2x2x1", {"stage_layers": "0,5", "sequence_parallel": False}),
-        ("2x2x2", {"stage_layers": "4,1"}),
-        ("2x2x2", {"stage_layers": "0,5", "parallel_block": True}),
-        ("1x2x2", {"stage_layers": "5,0", "zero": 0}),
-        ("1x2x2", {"stage_layers": "0,5", "zero": 0, "ddp": True}),
-        ("2x2x2", {"stage_layers": "2,3", "zero": 1}),
-        ("1x2x2", {"stage_layers": "0,5", "zero": 2}),
-        ("1x2x2", {"stage_layers": "5,0", "reshard_after_forward": True, "prefetch_depth": 2}),
-        ("1x2x2", {"stage_layers": "0,5", "offload": "weights"}),
-    ],
-)
-def test_equals_one_device(
-    mesh: str, options: dict[str, object], family: dict[str, object]
-) -> None:
-    report = parity(small_config(mesh, layers=5, **family | options))
-    assert report.passed, report
-
-
-@pytest.mark.parametrize("split", ["0,3", "3,0", "1,2"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_grid_equals_one_device(split: str, tied: bool) -> None:
-    report = parity(small_config("tp=2x2,pp=2", layers=3, stage_layers=split, tied_embeddings=tied))
-    assert report.passed, report
-
-
-def test_a_block_that_no_stage_holds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(config: Config) -> tuple[range, ...]:
-        first, last = layers_of_stages(config)
-        return first, last[1:]
-
-    monkeypatch.setattr(pipeline_parallel, "layers_of_stages", forgetful)
-    with pytest.raises(WorldError, match=r"no rank holds the gradient of blocks\.1\."):
-        parity(small_config("1x2x1", layers=4, stage_layers="1,3"))
