@@ -63,6 +63,10 @@ EQUIVALENT: dict[str, str] = {
     "rng.py:normal://>*:a79e8598": "how many numbers are drawn at once: speed and memory",
     "rng.py:_fields_of_runs:1>0:39d8fe2c": "draws a block more, which nobody reads",
     "rng.py:_encipher:bound+1:a0047148": "prepares a key more, which no round takes",
+    "stages.py:balance:bound-1:ccce28f5": "the last of the stops is taken",
+    "stages.py:balance:+>-:53ae10ca": "the last of the stops is taken",
+    "stages.py:balance:1>0:82f8b4f0": "the last of the stops is taken",
+    "stages.py:_best_of_rest:bound+1:0f09b05b": "no stop comes after the last item",
     "parallel/tensor_parallel_2d.py:module:Shard>Replicate:4df24c56": "only Partial is asked for",
     "parallel/tensor_parallel_2d.py:module:0>1:1b1b3816": "only Partial is asked for",
 }
