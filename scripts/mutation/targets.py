@@ -67,6 +67,7 @@ EQUIVALENT: dict[str, str] = {
     "stages.py:balance:+>-:53ae10ca": "the last of the stops is taken",
     "stages.py:balance:1>0:82f8b4f0": "the last of the stops is taken",
     "stages.py:_best_of_rest:bound+1:0f09b05b": "no stop comes after the last item",
+    "stages.py:_best_of_rest:bound+1:481d8b4d": "a table more, which nobody reads",
     "parallel/tensor_parallel_2d.py:module:Shard>Replicate:4df24c56": "only Partial is asked for",
     "parallel/tensor_parallel_2d.py:module:0>1:1b1b3816": "only Partial is asked for",
 }
