@@ -489,6 +489,17 @@ KEPT_PER_TOKEN_AND_BLOCK = 4 * 64 + 4 * 64 + 2 * 256
             220_544 * 4 * 4,
             512 * (6 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4,
         ),
+        # the first stage has 3 blocks or none
+        (
+            "--mesh 1x2x1 --micro-batch-size 8 --stage-layers 3,1",
+            220_544 * 4 * 4,
+            512 * (7 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4,
+        ),
+        (
+            "--mesh 1x2x1 --micro-batch-size 8 --stage-layers 0,4",
+            220_544 * 4 * 4,
+            512 * (4 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4,
+        ),
         # GPipe holds all 8
         (
             "--mesh 1x2x1 --micro-batch-size 8 --schedule gpipe",
