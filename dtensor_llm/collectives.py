@@ -105,8 +105,9 @@ class GatheredAgain:
         return self, shape
 
     def start(self, *_: Tensor) -> None:
-        """Begin to gather; does not wait."""
-        self.gather = AllGather(self.shard, self.dim, self.group)
+        """Begin to gather, unless that has been done for the other half of a split backward."""
+        if self.gather is None:
+            self.gather = AllGather(self.shard, self.dim, self.group)
 
     def gathered(self) -> Tensor:
         """The whole tensor, after waiting for it."""

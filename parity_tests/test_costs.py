@@ -19,6 +19,8 @@ from dtensor_llm.worlds import World, threads
 from dtensor_llm.worlds.processes_spawn import spawn
 from parity_tests.harness import LLAMA, SECONDS, batches_for, small_config
 
+FIVE = {"layers": 5, "micro_batch_size": 1}
+FILE = "parity_tests/schedule_of_two_ranks.csv"
 THREES = {"heads": 6, "width": 24, "ffn_width": 33, "seq_len": 9, "vocab_size": 58}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fused": ("2x1x2", {"fused_qkv": True}),
@@ -122,6 +124,58 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grid and pp": ("tp=2x2,pp=2", {}),
     "grid, pp and dp": ("tp=2x2,pp=2,dp=2", {"schedule": "gpipe"}),
     "hybrid and pp": ("dp_replicate=2,dp_shard=2,pp=2", {"schedule": "gpipe"}),
+    "interleaved 1f1b": ("1x2x2", {"schedule": "interleaved-1f1b", **FIVE}),
+    "interleaved 1f1b, freed after forward": (
+        "1x2x2",
+        {"schedule": "interleaved-1f1b", **FIVE, "reshard_after_forward": True},
+    ),
+    "interleaved 1f1b, ddp": (
+        "1x2x2",
+        {"schedule": "interleaved-1f1b", **FIVE, "zero": 0, "ddp": True, "ddp_bucket_mb": 0.02},
+    ),
+    "interleaved 1f1b, four stages a rank": (
+        "1x2x2",
+        {"schedule": "interleaved-1f1b", **FIVE, "layers": 9, "stages_per_rank": 4},
+    ),
+    "looped bfs, four stages a rank, freed after forward": (
+        "1x2x2",
+        {
+            "schedule": "looped-bfs",
+            **FIVE,
+            "layers": 8,
+            "stages_per_rank": 4,
+            "reshard_after_forward": True,
+        },
+    ),
+    "looped bfs": ("1x4x1", {"schedule": "looped-bfs", "layers": 9, "micro_batch_size": 2}),
+    "interleaved zero bubble, zero 2": (
+        "1x2x2",
+        {"schedule": "interleaved-zero-bubble", **FIVE, "zero": 2},
+    ),
+    "interleaved zero bubble, grid": (
+        "tp=2x2,pp=2",
+        {"schedule": "interleaved-zero-bubble", **FIVE},
+    ),
+    "interleaved zero bubble, five stages a rank": (
+        "1x2x2",
+        {"schedule": "interleaved-zero-bubble", **FIVE, "layers": 10, "stages_per_rank": 5},
+    ),
+    "zbv": ("1x4x1", {"schedule": "zbv", "layers": 9, "micro_batch_size": 1}),
+    "zbv, replicated": ("1x2x2", {"schedule": "zbv", **FIVE, "zero": 0}),
+    "zbv, zero 1": ("1x2x2", {"schedule": "zbv", **FIVE, "zero": 1}),
+    "zbv, zero 2": ("1x2x2", {"schedule": "zbv", **FIVE, "zero": 2}),
+    "zbv, zero 3": ("2x2x2", {"schedule": "zbv", **FIVE}),
+    "zbv, untied": ("2x2x1", {"schedule": "zbv", **FIVE, "tied_embeddings": False}),
+    "zbv, gathered again": ("2x2x1", {"schedule": "zbv", **FIVE, "gather_again": True}),
+    "zbv, hybrid": ("dp_replicate=2,dp_shard=2,pp=2", {"schedule": "zbv", **FIVE, "zero": 2}),
+    "zbv, weights on the host": ("1x2x2", {"schedule": "zbv", **FIVE, "offload": "weights"}),
+    "dualpipev, grid": ("tp=2x2,pp=2", {"schedule": "dualpipev", **FIVE, "norm": "rmsnorm"}),
+    "dualpipev": ("1x2x2", {"schedule": "dualpipev", **FIVE}),
+    "from a file": ("1x2x2", {"schedule_csv": FILE, **FIVE, "global_batch_size": 6}),
+    "from a file, freed after forward": (
+        "1x2x2",
+        {"schedule_csv": FILE, **FIVE, "global_batch_size": 6, "reshard_after_forward": True},
+    ),
 }
 
 

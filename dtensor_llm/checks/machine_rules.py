@@ -6,12 +6,14 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
+from dtensor_llm import pipeline
 from dtensor_llm.checks.memory_floor import memory_floor
 from dtensor_llm.checks.model_rules import legal_meshes
+from dtensor_llm.checks.pipeline_rules import has_stages
 from dtensor_llm.checks.rule import Rule, Surroundings
 from dtensor_llm.config import Config
 from dtensor_llm.settings import SETTINGS, join_or
-from dtensor_llm.stages import is_by_hand, split_problems
+from dtensor_llm.stages import is_by_hand
 
 MAX_THREADS = 1024
 """Ranks of a threads world, which take turns on the cores of one machine."""
@@ -98,9 +100,7 @@ def _is_on_cuda(config: Config, surroundings: Surroundings) -> bool:
 
 def memory_is_enough(config: Config, surroundings: Surroundings) -> Iterator[str]:
     """Holds for ranks on the CPU alone: the memory of CUDA devices is not looked at."""
-    if _is_on_cuda(config, surroundings) or any(split_problems(config)):
-        return
-    if _fits(config, surroundings):
+    if _is_on_cuda(config, surroundings) or not has_stages(config) or _fits(config, surroundings):
         return
     floor = memory_floor(config)
     copies = f" x {floor.copies} copies" if floor.copies > 1 else ""
@@ -139,7 +139,7 @@ def _what_fits(config: Config, surroundings: Surroundings) -> str:
         "--micro-batch-size 1": replace(config, train=replace(config.train, micro_batch_size=1)),
     }
     cures = [flag for flag, other in changed.items() if _fits(other, surroundings)]
-    fewest, too_many = config.parallel.mesh.pp, config.model.layers
+    fewest, too_many = pipeline.num_stages(config), config.model.layers
     if not is_by_hand(config) and fewest < too_many and _fits(with_layers(fewest), surroundings):
         while too_many - fewest > 1:
             middle = (fewest + too_many) // 2

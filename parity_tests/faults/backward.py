@@ -360,5 +360,5 @@ def pipeline_divides_by_microbatches() -> Iterator[None]:
     def rescaling(stage: Any, count: int, loss_function: Any, **_: Any) -> Schedule1F1B:
         return Schedule1F1B(stage, count, loss_function, scale_grads=True)
 
-    with patch.dict(pipeline_parallel.SCHEDULES, {"1f1b": rescaling}):
+    with patch.dict(pipeline_parallel.ONE_STAGE, {"1f1b": rescaling}):
         yield
