@@ -31,9 +31,15 @@ class Bucket:
         weights: {name: parameter}, their local tensors equal on every rank of `mesh`.
         mesh: the ranks that own rows are those of its last axis; an axis before that holds copies
             of them all, which are summed too.
+        uses: gradients that come for each parameter in a microbatch; more than 1 of a single
+            parameter only, which several pipeline stages share.
     """
 
-    def __init__(self, weights: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, weights: Mapping[str, nn.Parameter], mesh: DeviceMesh, uses: int = 1
+    ) -> None:
+        assert uses == 1 or len(weights) == 1, f"{uses} gradients of each of {len(weights)}"
+        self.uses = uses
         self.weights = {name: local_tensor(weight).detach() for name, weight in weights.items()}
         self.group = mesh.get_group(mesh.ndim - 1)
         self.size = self.group.size()
@@ -51,6 +57,11 @@ class Bucket:
         self.message: Tensor | None = None  # ranks width
         self.line: Tensor | None = None  # width
         self.forget()
+
+    @property
+    def expected(self) -> int:
+        """Gradients of a microbatch; of a parameter of several uses, any that are as many."""
+        return len(self.weights) * self.uses
 
     def forget(self) -> None:
         """Begin a step."""
@@ -166,23 +177,34 @@ class Buckets:
         self.on_its_way: Bucket | None = None
 
     def watch(self, weights: Mapping[str, nn.Parameter]) -> None:
-        """Have the parameters of the buckets report their gradients."""
+        """Have the parameters of the buckets report their gradients.
+
+        Hooks hear of those that autograd adds up. Whoever computes gradients without that, as the
+        weights' half of a split backward is computed, calls `all_arrived`.
+        """
         for name in self.bucket_of:
             weights[name].register_post_accumulate_grad_hook(partial(self.arrived, name))
+
+    def all_arrived(self, weights: dict[str, nn.Parameter]) -> None:
+        """The gradients of these have been added up, all at once."""
+        for name in reversed(weights):
+            if name in self.bucket_of:
+                self.arrived(name, weights[name])
 
     def arrived(self, name: str, weight: Tensor) -> None:
         """The gradient of one microbatch has been added to `weight.grad`."""
         bucket = self.bucket_of[name]
         if bucket is self.on_its_way:  # with the gradients of the microbatch before
             self.finish()
-        microbatch = bucket.num_arrived // len(bucket.weights)
+        microbatch = bucket.num_arrived // bucket.expected
         bucket.num_arrived += 1
-        if not (self.each_microbatch or microbatch == self.microbatches - 1):
+        is_reduced = self.each_microbatch or microbatch == self.microbatches - 1
+        if not is_reduced or bucket.num_arrived % bucket.uses:
             return
         assert weight.grad is not None
         bucket.pack(name, local_tensor(weight.grad))
         weight.grad = None
-        if bucket.num_arrived % len(bucket.weights) == 0:
+        if bucket.num_arrived % bucket.expected == 0:
             self.finish()
             bucket.reduce()
             self.on_its_way = bucket
@@ -191,7 +213,7 @@ class Buckets:
         """Wait for the bucket that is on its way."""
         bucket, self.on_its_way = self.on_its_way, None
         if bucket is not None:
-            expected = self.microbatches * len(bucket.weights)
+            expected = self.microbatches * bucket.expected
             bucket.accumulate(is_last=bucket.num_arrived == expected)
 
     def take(self) -> dict[str, Tensor]:
@@ -200,7 +222,7 @@ class Buckets:
         gradients: dict[str, Tensor] = {}
         for bucket in self.buckets:
             bucket.wait()
-            total, expected = bucket.total, self.microbatches * len(bucket.weights)
+            total, expected = bucket.total, self.microbatches * bucket.expected
             assert bucket.num_arrived == expected, f"{bucket.num_arrived} gradients of {expected}"
             assert total is not None
             gradients |= {name: bucket.rows(name, total) for name in bucket.weights}

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtensor_llm.mesh_sizes import MeshSizes
+from dtensor_llm.schedules.csv_files import microbatches_in
+from dtensor_llm.schedules.kinds import NAMES
 
 
 class ConfigError(ValueError):
@@ -245,7 +247,21 @@ class ParallelConfig:
     ddp_static_graph: bool = option(
         False, "the first step's order of gradients is taken for that of all steps"
     )
-    schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
+    schedule: str = option("1f1b", "pipeline schedule", choices=NAMES)
+    stages_per_rank: int | None = option(
+        None,
+        "pipeline stages of each rank; no effect without pp",
+        unit="stages",
+        minimum=1,
+        follows="the schedule: 1 for gpipe and 1f1b, else 2",
+    )
+    schedule_csv: str | None = option(
+        None,
+        "a schedule of one's own in torch's format: a row for each rank of pp, cells like 2F0 "
+        "(stage, one of F B I W, microbatch)",
+        metavar="FILE",
+        follows="--schedule",
+    )
     stage_layers: str = option(
         "even",
         "blocks of each pipeline stage: even counts, auto (the slowest stage as fast as can be, by "
@@ -259,15 +275,20 @@ class ParallelConfig:
         True, "shard norms and dropout on tokens over the tp ranks; no effect with tp=RxC"
     )
     gather_again: bool = option(
-        False,
-        "with tokens sharded over tp: gather them once more in the backward pass, and keep shards",
+        False, "with tokens sharded over tp: keep shards, and gather them again for backward"
     )
+    async_tp: bool = option(False, "with tokens sharded over tp: multiply some as others travel")
 
     @property
     def reshards_after_forward(self) -> bool:
         """Whether ZeRO stage 3 frees gathered weights between forward and backward."""
         asked = self.reshard_after_forward
         return self.mesh.pp == 1 if asked is None else asked
+
+    @property
+    def reduces_each_microbatch(self) -> bool:
+        """At ZeRO stages 1 and 2; to share rows with no other rank is to send nothing for it."""
+        return self.mesh.dp_shard == 1 or (self.zero == 2 and not self.defer_reduce)
 
 
 @dataclass(frozen=True)
@@ -349,6 +370,9 @@ class Config:
             return self.train.micro_batch_size
         per_rank, pp = self.train.global_batch_size // self.batch_parts, self.parallel.mesh.pp
         wanted = (1,) if pp == 1 else (2 * pp, pp)
+        file = self.parallel.schedule_csv
+        if file is not None and (m := microbatches_in(file)):
+            wanted = (m, *wanted)
         return max(1, next((per_rank // m for m in wanted if per_rank % m == 0), 1))
 
     @property

@@ -22,7 +22,7 @@ def standard_deviation(config: ModelConfig, name: str) -> float:
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> None:
     """Fill the local part of every parameter; the stream of numbers is the parameter's name."""
-    for name, parameter in model.weights().items():
+    for name, parameter in (*model.weights().items(), *model.copies().items()):
         part = local_tensor(parameter)
         if parameter.ndim == 1:
             part.fill_(0.0 if name.endswith("bias") else 1.0)

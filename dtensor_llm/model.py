@@ -291,16 +291,38 @@ class GPT(nn.Module):
             x = block(x, samples)
         return self.head(self.final_norm(x)) if self.last else x
 
+    def part(self, layers: Iterable[int], *, first: bool, last: bool) -> "GPT":
+        """Some of what this one holds, as a GPT that shares its modules.
+
+        `first` and `last` say whether the part begins and ends the model.
+        """
+        part = GPT(self.config, (), first=False, last=False)
+        part.blocks = nn.ModuleDict({str(number): self.blocks[str(number)] for number in layers})
+        names = [name for name, _ in self.named_children() if name != "blocks"]
+        ends = ("final_norm", "head")
+        for name in names:
+            if last if name in ends else first:
+                part.add_module(name, self.get_submodule(name))
+        part.first, part.last = first, last
+        return part
+
     def weights(self) -> dict[str, nn.Parameter]:
         """Every parameter once, by the name it has in the whole model.
 
-        A tied head goes by the embedding's name, also on a stage that does not hold the embedding.
+        A tied head goes by the embedding's name, also where there is no embedding.
         """
-        tied = self.config.tied_embeddings
-        return {
-            "token_embedding.weight" if tied and name == "head.weight" else name: parameter
-            for name, parameter in self.named_parameters()
-        }
+        found: dict[str, nn.Parameter] = {}
+        for name, parameter in self.named_parameters():
+            is_tied = self.config.tied_embeddings and name == "head.weight"
+            found.setdefault("token_embedding.weight" if is_tied else name, parameter)
+        return found
+
+    def copies(self) -> dict[str, nn.Parameter]:
+        """Second copies of `weights`: a tied head's, where it has not the embedding's parameter."""
+        if not (self.config.tied_embeddings and self.first and self.last):
+            return {}
+        own = dict(self.named_parameters())
+        return {"token_embedding.weight": own["head.weight"]} if "head.weight" in own else {}
 
     def residual_modules(self) -> list[str]:
         """Name patterns of the modules with weights that work on b t d token by token."""

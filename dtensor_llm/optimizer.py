@@ -42,6 +42,7 @@ class Optimizer:
 
     Attributes:
         weights: {name: parameter}, as the model holds them.
+        copies: {name: a second copy of the weight on this rank}, which follows the first.
         held: {name: what of the parameter its local tensor is}.
         owned: {name: what of it this rank reduces and updates}: its local tensor, or rows of that.
         shards: {name: the elements owned, a plain parameter that shares their memory}.
@@ -59,7 +60,7 @@ class Optimizer:
         """`buckets` are the parameters of whose local tensors this rank owns some rows only."""
         self.config = config
         self.buckets = Buckets() if buckets is None else buckets
-        self.weights = model.weights()
+        self.weights, self.copies = model.weights(), model.copies()
         self.held = {name: part_of(weight) for name, weight in self.weights.items()}
         self.owned = self.held | self.buckets.owned(self.held)
         self.shards = {
@@ -90,6 +91,10 @@ class Optimizer:
                 assert weight.grad is not None, f"{name} has no gradient"
                 parts[name] = local_tensor(weight.grad)
             self.shards[name].grad = parts[name]
+        for name, copy in self.copies.items():
+            assert copy.grad is not None, f"the copy of {name} has no gradient"
+            parts[name].add_(local_tensor(copy.grad))
+            copy.grad = None
         return parts
 
     def step(self, learning_rate: float) -> None:
@@ -105,11 +110,15 @@ class Optimizer:
         if self.host:
             self.host.give_weights()
         self.buckets.gather()
+        for name, copy in self.copies.items():
+            local_tensor(copy).detach().copy_(local_tensor(self.weights[name]).detach())
 
     def zero_grad(self) -> None:
         self.buckets.forget()
         for name, weight in self.weights.items():
             weight.grad = self.shards[name].grad = None
+        for copy in self.copies.values():
+            copy.grad = None
 
     def state(self, name: str) -> dict[str, Tensor]:
         """The state of a parameter's local part: exp_avg and exp_avg_sq, or momentum_buffer."""

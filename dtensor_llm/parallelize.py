@@ -1,20 +1,19 @@
 """Composes the strategies, in the one order that is right.
 
-1. pipeline: build only this rank's stage, on the meta device: no memory yet
+1. pipeline: build only this rank's stages, as one, on the meta device: no memory yet
 2. tensor and sequence: place each weight on the tp axis, or in blocks on tp_row x tp_col
 3. tie: the head takes the embedding's weight again, now a DTensor
-4. data: give memory to block after block, and shard or replicate it over dp
+4. data: cut the stages apart, give memory to block after block, shard or replicate it over dp
 5. initialize: each rank draws its own elements
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import Replicate
 
 from dtensor_llm.buckets import Buckets
@@ -45,11 +44,12 @@ class Parallelized:
     mesh: DeviceMesh
     axes: Mapping[str, DeviceMesh]  # those of more than one rank
     device: torch.device
-    model: GPT
-    module: nn.Module  # to be called: the model, or what data parallelism has put around it
+    model: GPT  # all that the rank has
+    stages: Sequence[GPT]  # the same, each pipeline stage by itself
+    modules: Sequence[nn.Module]  # to be called: the stages, or what is around them
     buckets: Buckets  # of the parameters whose rows ZeRO has shared out
     loss_function: Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> sum over tokens
-    schedule: PipelineScheduleSingle | None  # None without pipeline parallelism
+    schedule: pipeline_parallel.TorchSchedule | None  # None without pipeline parallelism
 
     def finalize_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Reduce, in place, what data parallelism has left to reduce once a step.
@@ -61,9 +61,13 @@ class Parallelized:
                 mesh = self.axes[axis]
                 sequence_parallel.reduce_partial_gradients(self.model, gradients, mesh)
         tensor_parallel.reduce_copied_gradients(self.model, gradients)
-        if "pp" in self.axes and pipeline_parallel.holds_tied_copy(self.model):
+        if "pp" not in self.axes:
+            return
+        ranks = self.axes["pp"]
+        peer = pipeline_parallel.tied_peer(self.config, ranks.get_local_rank())
+        if peer is not None:
             tied = gradients["token_embedding.weight"]
-            pipeline_parallel.sum_tied_gradients(self.model, tied, self.axes["pp"])
+            pipeline_parallel.sum_tied_gradients(tied, ranks, peer)
 
 
 def parallelize(config: Config, device: torch.device) -> Parallelized:
@@ -74,8 +78,7 @@ def parallelize(config: Config, device: torch.device) -> Parallelized:
     mesh = build_mesh(config.parallel.mesh, device.type)
     axes = used_axes(mesh)
     placed = place(config, mesh, device)
-    model, module, buckets = placed.model, placed.module, placed.buckets
-    initialize(model, config.train.seed)
+    initialize(placed.model, config.train.seed)
     loss_function: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy
     if "tp" in axes:
         loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp"])
@@ -83,8 +86,19 @@ def parallelize(config: Config, device: torch.device) -> Parallelized:
         loss_function = tensor_parallel.loss_function(config.model.vocab_size, axes["tp_col"])
     schedule = None
     if "pp" in axes:
-        schedule = make_schedule(config, module, model.first, axes["pp"], loss_function, device)
-    return Parallelized(config, mesh, axes, device, model, module, buckets, loss_function, schedule)
+        schedule = make_schedule(config, placed, axes["pp"], loss_function, device)
+    return Parallelized(
+        config,
+        mesh,
+        axes,
+        device,
+        placed.model,
+        placed.stages,
+        placed.modules,
+        placed.buckets,
+        loss_function,
+        schedule,
+    )
 
 
 def used_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
@@ -95,10 +109,11 @@ def used_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
 
 @dataclass(frozen=True)
 class Placed:
-    """A rank's part of the model; `module` and `buckets` as in Parallelized."""
+    """A rank's part of the model; all as in Parallelized."""
 
     model: GPT
-    module: nn.Module
+    stages: Sequence[GPT]
+    modules: Sequence[nn.Module]
     buckets: Buckets
 
 
@@ -110,7 +125,7 @@ def place(config: Config, mesh: DeviceMesh, device: torch.device) -> Placed:
     axes = used_axes(mesh)
     with torch.device("meta"):
         if "pp" in axes:
-            model = pipeline_parallel.build_stage(config, axes["pp"])
+            model = pipeline_parallel.build_stages(config, axes["pp"].get_local_rank())
         else:
             model = GPT(config.model)
     model.to(DTYPES[config.train.dtype])
@@ -121,37 +136,39 @@ def place(config: Config, mesh: DeviceMesh, device: torch.device) -> Placed:
         apply_plan(model, grid, tensor_parallel_2d.plan(model, grid))
         apply_plan(model, axes["tp_col"], tensor_parallel_2d.dropout_plan(model))
     model.tie_embeddings()
-    module: nn.Module = model
+    stages = [model]
+    if "pp" in axes:
+        stages = pipeline_parallel.cut(model, config, axes["pp"].get_local_rank())
+    modules: Sequence[nn.Module] = stages
     buckets = Buckets()
-    if config.dp > 1 or config.parallel.offload == "weights":
-        module, buckets = apply_data_parallel(config, model, data_mesh(config, mesh), device)
+    if config.dp > 1 and config.parallel.zero in (1, 2):
+        materialize(model, device)
+        buckets = zero.share_out(
+            stages,
+            data_mesh(config, mesh),
+            microbatches=config.microbatches,
+            each_microbatch=config.parallel.reduces_each_microbatch,
+        )
+    elif config.dp > 1 or config.parallel.offload == "weights":
+        over = data_mesh(config, mesh)
+        modules = [apply_data_parallel(config, stage, over, device) for stage in stages]
     materialize(model, device)
-    return Placed(model, module, buckets)
+    return Placed(model, stages, modules, buckets)
 
 
 def apply_data_parallel(
-    config: Config, model: GPT, mesh: DeviceMesh, device: torch.device
-) -> tuple[nn.Module, Buckets]:
-    """Shard or replicate the model over dp; (what to call, the buckets of ZeRO stages 1 and 2)."""
+    config: Config, stage: GPT, mesh: DeviceMesh, device: torch.device
+) -> nn.Module:
+    """Shard or replicate a stage over dp, at ZeRO stages 3 and 0; what to call then."""
     parallel = config.parallel
     if parallel.ddp:
         options = data_parallel.DDPOptions(
             parallel.ddp_bucket_mb, parallel.ddp_bucket_view, parallel.ddp_static_graph
         )
-        return data_parallel.wrap(model, mesh, device, options), Buckets()
-    if parallel.zero in (1, 2):
-        deferred = parallel.zero == 1 or parallel.defer_reduce
-        return model, zero.share_out(
-            model,
-            mesh,
-            device,
-            microbatches=config.microbatches,
-            # A rank that shares its rows with no other has nothing to send before the last one.
-            each_microbatch=not deferred or parallel.mesh.dp_shard == 1,
-        )
+        return data_parallel.wrap(stage, mesh, device, options)
     if parallel.zero == 3:
         zero.apply(
-            model,
+            stage,
             mesh,
             device,
             reshard=parallel.reshards_after_forward,
@@ -159,8 +176,8 @@ def apply_data_parallel(
             offload=policy(device) if parallel.offload == "weights" else None,
         )
     else:
-        data_parallel.apply(model, mesh, device)
-    return model, Buckets()
+        data_parallel.apply(stage, mesh, device)
+    return stage
 
 
 def data_mesh(config: Config, mesh: DeviceMesh) -> DeviceMesh:
@@ -177,31 +194,34 @@ def apply_tensor_parallel(config: Config, model: GPT, mesh: DeviceMesh) -> None:
     residual = sequence_parallel.RESIDUAL if shard_tokens else Replicate()
     between = sequence_parallel.plan if shard_tokens else tensor_parallel.replicated_plan
     again = shard_tokens and config.parallel.gather_again
-    apply_plan(model, mesh, tensor_parallel.plan(model, mesh, residual, gather_again=again))
+    overlap = shard_tokens and config.parallel.async_tp
+    split = tensor_parallel.plan(model, mesh, residual, gather_again=again, overlap=overlap)
+    apply_plan(model, mesh, split)
     apply_plan(model, mesh, between(model))
 
 
 def make_schedule(
     config: Config,
-    module: nn.Module,
-    is_first: bool,
+    placed: Placed,
     mesh: DeviceMesh,
     loss_function: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
-) -> PipelineScheduleSingle:
+) -> pipeline_parallel.TorchSchedule:
     b, t, sizes = config.micro_batch_size, config.model.seq_len, config.parallel.mesh
     own_tokens = t // sizes.tp if config.parallel.sequence_parallel else t
+
+    def on_weights(stage: int) -> None:
+        placed.buckets.all_arrived(placed.stages[stage].weights())
+
     return pipeline_parallel.make_schedule(
-        config.parallel.schedule,
-        module,
+        config,
+        placed.modules,
         mesh,
         partial(normalized, loss_function),
-        is_first=is_first,
-        num_microbatches=config.microbatches,
-        tokens_shape=(b, t),
         hidden_shape=(b, own_tokens, config.model.width // sizes.tp_col),
         dtype=DTYPES[config.train.dtype],
         device=device,
+        on_weights=on_weights,
     )
 
 

@@ -25,6 +25,42 @@ class RefusedPair(Enum):
         "fewer microbatches than pp",
         "--schedule 1f1b needs a microbatch for every stage",
     )
+    SCHEDULE_DUALPIPEV = (
+        "--schedule dualpipev",
+        "fewer microbatches than 2 pp",
+        "--schedule dualpipev needs two microbatches for every rank of pp",
+    )
+    ROUNDS = (
+        "--schedule interleaved-1f1b or interleaved-zero-bubble",
+        "microbatches that do not make equal rounds",
+        "an interleaved schedule takes its microbatches in m // pp equal rounds",
+    )
+    STAGES_PER_RANK = (
+        "--stages-per-rank",
+        "a --schedule of another number",
+        "gpipe and 1f1b have 1 stage per rank, zbv and dualpipev the 2 of a V",
+    )
+    FILE_AND_STAGES = (
+        "--schedule-csv",
+        "--stages-per-rank",
+        "the file says which stages a rank has",
+    )
+    FILE_AND_PP = "--schedule-csv", "pp of another number", "the file has a row for each rank of pp"
+    FILE_AND_MICROBATCHES = (
+        "--schedule-csv",
+        "microbatches of another number",
+        "the file says what is done with each",
+    )
+    SPLIT_AND_RESHARD = (
+        "a schedule that splits the backward",
+        "--reshard-after-forward",
+        "torch's gradients of the weights alone are lost where those are not whole all the time",
+    )
+    SPLIT_AND_DDP = (
+        "a schedule that splits the backward",
+        "--ddp",
+        "DistributedDataParallel does not hear of gradients of the weights alone",
+    )
     PP = "pp", "fewer --layers", "each stage takes at least one block"
     COUNTS_AND_PP = "--stage-layers", "pp of another number", "each stage has a count of blocks"
     COUNTS_AND_LAYERS = (
@@ -86,6 +122,11 @@ class RefusedPair(Enum):
         "--sequence-parallel",
         "a --seq-len that tp does not divide",
         "with sequence parallelism all ranks take equally many tokens",
+    )
+    ASYNC_TP = (
+        "--async-tp",
+        "--no-sequence-parallel, tp=1 or tp=RxC",
+        "only tokens that are sharded over one tp axis travel beside their products",
     )
     STAGE_3 = (
         "--reshard-after-forward, --prefetch-depth or --offload weights",

@@ -29,16 +29,12 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from dtensor_llm.config import Config, ConfigError, ModelConfig
+from dtensor_llm.pipeline import num_stages, settings_for, spell
 from dtensor_llm.refused_pairs import RefusedPair
 from dtensor_llm.settings import join_or
 
 MOST_BALANCED = 512
 """Blocks; the search takes seconds from here on."""
-
-
-def num_stages(config: Config) -> int:
-    """Stages of the whole pipeline."""
-    return config.parallel.mesh.pp
 
 
 def layers_of_stages(config: Config) -> tuple[range, ...]:
@@ -84,12 +80,12 @@ def split_problems(config: Config) -> Iterator[str]:
     elif split in ("even", "auto"):
         fewest = stages if split == "even" else stages - 2
         exempt = "" if split == "even" else ", but for the first and the last"
-        cures = [f"--layers {fewest}", f"pp={layers + stages - fewest}"]
+        cures = [f"--layers {fewest}", *settings_for(config, layers + stages - fewest)]
         cures += ["--stage-layers auto"] * (split == "even" and layers >= stages - 2)
         if layers < fewest:
             yield (
-                f"--layers {layers} is too few for pp={stages}: {RefusedPair.PP.reason}{exempt}; "
-                f"{join_or(cures)} would do"
+                f"--layers {layers} is too few for {spell(config)}: "
+                f"{RefusedPair.PP.reason}{exempt}; {join_or(cures)} would do"
             )
     else:
         yield from _problems_by_hand(config, counts_by_hand(config))
@@ -97,28 +93,29 @@ def split_problems(config: Config) -> Iterator[str]:
 
 def _problems_by_hand(config: Config, counts: list[int]) -> Iterator[str]:
     layers, stages, split = config.model.layers, num_stages(config), config.parallel.stage_layers
-    even = ",".join(map(str, even_counts(config)))
-    cures = [f"--stage-layers {even if layers >= stages else 'auto'}"] * (layers >= stages - 2)
+    others = settings_for(config, layers) or [f"--layers {stages}"]
+    cures = [f"--stage-layers even with {join_or(others)}"]
+    if layers >= stages - 2:
+        even = ",".join(map(str, even_counts(config)))
+        cures = [f"--stage-layers {even if layers >= stages else 'auto'}"]
+    empty = [str(stage) for stage, n in enumerate(counts) if not n and 0 < stage < len(counts) - 1]
     if len(counts) != stages:
+        fits = sum(counts) == layers and not empty
+        cures += settings_for(config, len(counts)) if fits else []
         yield (
-            f"--stage-layers {split} has {len(counts)} counts for pp={stages}, but "
-            f"{RefusedPair.COUNTS_AND_PP.reason}; {join_or([*cures, f'pp={len(counts)}'])} would do"
+            f"--stage-layers {split} has {len(counts)} counts for {spell(config)}, but "
+            f"{RefusedPair.COUNTS_AND_PP.reason}; {join_or(cures)} would do"
         )
-        return
-    if sum(counts) != layers:
-        total = max(1, sum(counts))
-        yield (
-            f"--stage-layers {split} is {sum(counts)} blocks of --layers {layers}, but "
-            f"{RefusedPair.COUNTS_AND_LAYERS.reason}; "
-            f"{join_or([*cures, f'--layers {total}'])} would do"
-        )
-    empty = [
-        str(stage) for stage, count in enumerate(counts) if not count and 0 < stage < stages - 1
-    ]
-    if empty:
+    elif empty:
         yield (
             f"--stage-layers {split} leaves stage {' and '.join(empty)} empty, but "
-            f"{RefusedPair.NO_BLOCK.reason}; {join_or([*cures, 'fewer stages'])} would do"
+            f"{RefusedPair.NO_BLOCK.reason}; {join_or(cures)} would do"
+        )
+    elif sum(counts) != layers:
+        cures += [f"--layers {sum(counts)}"] * any(counts)
+        yield (
+            f"--stage-layers {split} is {sum(counts)} blocks of --layers {layers}, but "
+            f"{RefusedPair.COUNTS_AND_LAYERS.reason}; {join_or(cures)} would do"
         )
 
 
@@ -187,8 +184,8 @@ def _best_of_rest(
     num_items = len(sums) - 1
     tables: list[list[float]] = [[inf] * num_items + [0]]
     for rest in range(num_parts):
-        best = [inf] * (num_items + 1)
-        for start in range(num_items - rest):
+        best = [inf] * len(sums)
+        for start in range(num_items):
             for stop in range(start + 1, num_items - rest + 1):
                 cost = sums[stop] - sums[start]
                 if cost > limit or join(cost, 0) > best[start]:

@@ -127,10 +127,11 @@ class Trainer:
         """Accumulate the gradients of this rank's sequences; returns its part of the loss."""
         if self.parallel.schedule is not None:
             return self.pipeline(self.parallel.schedule.step, tokens, labels, num_tokens)
+        (module,) = self.parallel.modules
         total = torch.zeros((), device=tokens.device)
         for index, (x, y, samples) in enumerate(self.microbatches(tokens, labels)):
             self.choose_reduction(is_last=index == self.config.microbatches - 1)
-            logits = self.parallel.module(x, samples)
+            logits = module(x, samples)
             loss = normalized(self.parallel.loss_function, logits, y, num_tokens=num_tokens)
             loss.backward()
             total = total + loss.detach()
@@ -173,7 +174,7 @@ class Trainer:
 
         Stages 1 and 2 need no word from here: their buckets count microbatches.
         """
-        parallel, module = self.config.parallel, self.parallel.module
+        parallel, (module,) = self.config.parallel, self.parallel.modules
         if isinstance(module, DistributedDataParallel):
             module.require_backward_grad_sync = is_last
         elif isinstance(module, FSDPModule) and (parallel.zero == 0 or parallel.defer_reduce):
@@ -245,7 +246,8 @@ class Trainer:
             labels = batch.labels.to(device)
             total += self.forward_only(batch.tokens.to(device), labels).double()
             count += count_valid_tokens(labels)
-        zero.free_gathered(self.model)
+        for stage in self.parallel.stages:
+            zero.free_gathered(stage)
         total, count = self.sum_over_ranks(total, count * float(self.reports_loss))
         return (total / count.clamp(min=1)).item(), int(count.item())
 

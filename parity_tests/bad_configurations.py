@@ -177,6 +177,15 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
             "GiB; --layers 2 would fit",
         ],
     ),
+    (  # fewer layers would be another cut
+        Surroundings(memory_bytes=2 * GIB),
+        "--model gpt2 --global-batch-size 8 --micro-batch-size 4 --optimizer sgd --stage-layers 12",
+        [
+            "memory: the run takes at least 4.4 GiB: weights, gradients and optimizer "
+            "124,439,808 x 3 x 4 bytes = 1.4 GiB, activations 3.0 GiB; this machine has 2.0 "
+            "GiB; a smaller --model would fit",
+        ],
+    ),
     (
         Surroundings(memory_bytes=4 * GIB),
         "--model gpt2 --global-batch-size 8 --check-parity --dtype float64",
@@ -308,8 +317,14 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
             "to 0; 0, or 0.00001 to 0.99999 would do",
         ],
     ),
-    (ALONE, "--schedule 1f1", ["--schedule 1f1: must be gpipe or 1f1b; did you mean 1f1b?"]),
-    (ALONE, "--schedule zbv", ["--schedule zbv: must be gpipe or 1f1b"]),
+    (
+        ALONE,
+        "--schedule 1f1",
+        [
+            "--schedule 1f1: must be gpipe, 1f1b, interleaved-1f1b, looped-bfs, "
+            "interleaved-zero-bubble, zbv or dualpipev; did you mean 1f1b?"
+        ],
+    ),
     (ALONE, "--dtype fp32", ["--dtype fp32: must be float32, float64 or bfloat16"]),
     (ALONE, "--optimizer adam", ["--optimizer adam: must be adamw or sgd; did you mean adamw?"]),
     (ALONE, "--norm batchnorm", ["--norm batchnorm: must be layernorm or rmsnorm"]),
@@ -596,6 +611,40 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
     ),
     (
         ALONE,
+        "--mesh 2x1x1 --async-tp --no-sequence-parallel",
+        [
+            "--async-tp with --no-sequence-parallel: only tokens that are sharded over one tp axis "
+            "travel beside their products; --sequence-parallel, or leaving --async-tp out, would "
+            "do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x1x2 --async-tp",
+        [
+            "--async-tp with mesh tp=1: only tokens that are sharded over one tp axis travel "
+            "beside their products; tp=N of several ranks, or leaving --async-tp out, would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh tp=2x2 --async-tp",
+        [
+            "--async-tp with mesh tp=2x2: only tokens that are sharded over one tp axis travel "
+            "beside their products; tp=N of several ranks, or leaving --async-tp out, would do",
+        ],
+    ),
+    (
+        Surroundings(8, 4, num_cuda=4),
+        "--mesh 8x1x1 --async-tp",
+        [
+            "--async-tp with tp=8 on CUDA: the ranks of a tp axis read each other's memory, and "
+            "so are in one machine, but 4 processes run on this one; tp=2 or tp=4 or leaving "
+            "--async-tp out would do",
+        ],
+    ),
+    (
+        ALONE,
         "--mesh 1x8x1",
         [
             "--layers 4 is too few for pp=8: each stage takes at least one block; --layers 8 "
@@ -608,6 +657,22 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         [
             "--layers 3 is too few for pp=4: each stage takes at least one block; --layers 4, pp=3 "
             "or --stage-layers auto would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x4x1 --layers 2",
+        [
+            "--layers 2 is too few for pp=4: each stage takes at least one block; --layers 4, pp=2 "
+            "or --stage-layers auto would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x4x1 --layers 1",
+        [
+            "--layers 1 is too few for pp=4: each stage takes at least one block; --layers 4 or "
+            "pp=1 would do",
         ],
     ),
     (
@@ -631,7 +696,7 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         "--mesh 1x2x1 --stage-layers 6,7,7,4",
         [
             "--stage-layers 6,7,7,4 has 4 counts for pp=2, but each stage has a count of blocks; "
-            "--stage-layers 2,2 or pp=4 would do",
+            "--stage-layers 2,2 would do",
         ],
     ),
     (
@@ -648,7 +713,23 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         [
             "--stage-layers 2,0,0,2 leaves stage 1 and 2 empty, but without a block, only "
             "the first stage (embedding) and the last (head) compute anything; --stage-layers "
-            "1,1,1,1 or fewer stages would do",
+            "1,1,1,1 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x2x1 --stage-layers 1,2,1",
+        [
+            "--stage-layers 1,2,1 has 3 counts for pp=2, but each stage has a count of blocks; "
+            "--stage-layers 2,2 or pp=3 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x8x1 --stage-layers 1,2,1",
+        [
+            "--stage-layers 1,2,1 has 3 counts for pp=8, but each stage has a count of blocks; "
+            "--stage-layers even with pp=4 or pp=3 would do",
         ],
     ),
     (
@@ -767,13 +848,14 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
     (ALONE, "--bias=3", ["3 is not the value of any flag"]),
     (
         ALONE,
-        "--heads 6 --lr nan --schedule zbv --mesh 2x2x2 --layers four --global-batch-size 63 "
+        "--heads 6 --lr nan --schedule zb --mesh 2x2x2 --layers four --global-batch-size 63 "
         "--metrics no-such-folder/run.jsonl --stepz 3",
         [
             "--stepz is not a flag; did you mean --steps?",
             "--layers four: must be a whole number of at least 1 (blocks)",
             "--lr nan: must be a finite number of at least 0",
-            "--schedule zbv: must be gpipe or 1f1b",
+            "--schedule zb: must be gpipe, 1f1b, interleaved-1f1b, looped-bfs, "
+            "interleaved-zero-bubble, zbv or dualpipev; did you mean zbv?",
             "--width 64 is not a multiple of --heads 6, but all heads are equally wide: 64 / 6 "
             "leaves 4; --width 60, 66 or --heads 4 would do",
             "--global-batch-size 63 is not a multiple of dp=2, but all ranks take equally many "
@@ -792,6 +874,145 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
             "mesh 64x64x1 = 4096 ranks is more than the threads of one process can run: at "
             "most 1024, which take turns on this machine's cores; a smaller mesh, or torchrun "
             "with a process per rank would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x4x1 --schedule dualpipev --global-batch-size 8 --micro-batch-size 2",
+        [
+            "--schedule dualpipev needs two microbatches for every rank of pp, but "
+            "--global-batch-size 8 / (dp=1 x micro-batch 2) = 4, fewer than 2 x pp=4;"
+            " --micro-batch-size 1, --global-batch-size 16 or --schedule gpipe would "
+            "do",
+            "--layers 4 is too few for the 8 stages of pp=4: each stage takes at "
+            "least one block; --layers 8, pp=2 or --schedule 1f1b would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x2x1 --schedule interleaved-1f1b --global-batch-size 10 --micro-batch-size 2",
+        [
+            "an interleaved schedule takes its microbatches in m // pp equal rounds, "
+            "but --global-batch-size 10 / (dp=1 x micro-batch 2) = 5, which 5 // pp=2"
+            " = 2 rounds do not divide; --micro-batch-size 1, --global-batch-size 12 "
+            "or --schedule gpipe would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x2x1 --schedule zbv --stages-per-rank 3",
+        [
+            "--stages-per-rank 3 with --schedule zbv: gpipe and 1f1b have 1 stage per"
+            " rank, zbv and dualpipev the 2 of a V; --stages-per-rank 2 or --schedule"
+            " interleaved-1f1b, looped-bfs or interleaved-zero-bubble would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x4x1 --schedule zbv",
+        [
+            "--layers 4 is too few for the 8 stages of pp=4: each stage takes at "
+            "least one block; --layers 8, pp=2 or --schedule 1f1b would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x4x1 --schedule interleaved-1f1b --layers 9 --stages-per-rank 3",
+        [
+            "--layers 9 is too few for the 12 stages of pp=4: each stage takes at "
+            "least one block; --layers 12, --stages-per-rank 2, pp=3 or --schedule "
+            "1f1b would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x2x2 --schedule zbv --reshard-after-forward",
+        [
+            "--reshard-after-forward with --schedule zbv: torch's gradients of the "
+            "weights alone are lost where those are not whole all the time; leaving "
+            "--reshard-after-forward out, or --schedule 1f1b, would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x2x2 --schedule interleaved-zero-bubble --zero 0 --ddp",
+        [
+            "--ddp with --schedule interleaved-zero-bubble: DistributedDataParallel "
+            "does not hear of gradients of the weights alone; leaving --ddp out, or "
+            "--schedule 1f1b, would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x2x1 --schedule-csv parity_tests/schedule_of_two_ranks.csv "
+        "--stages-per-rank 2 --global-batch-size 3",
+        [
+            "--stages-per-rank 2 with --schedule-csv "
+            "parity_tests/schedule_of_two_ranks.csv: the file says which stages a "
+            "rank has; leaving one of them out would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x4x1 --schedule-csv parity_tests/schedule_of_two_ranks.csv --global-batch-size 3",
+        [
+            "--schedule-csv parity_tests/schedule_of_two_ranks.csv has 2 rows, but "
+            "pp=4, and the file has a row for each rank of pp; pp=2 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--schedule-csv parity_tests/schedule_of_two_ranks.csv --global-batch-size 3",
+        [
+            "--schedule-csv parity_tests/schedule_of_two_ranks.csv has 2 rows, but "
+            "pp=1, and the file has a row for each rank of pp; pp=2 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x2x1 --schedule-csv parity_tests/schedule_of_two_ranks.csv "
+        "--global-batch-size 12 --micro-batch-size 6",
+        [
+            "--schedule-csv parity_tests/schedule_of_two_ranks.csv is for 3 "
+            "microbatches: the file says what is done with each, but "
+            "--global-batch-size 12 / (dp=1 x micro-batch 6) = 2; --micro-batch-size "
+            "4 or --global-batch-size 18 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x2x1 --schedule-csv parity_tests/schedule_of_two_ranks.csv --layers "
+        "3 --global-batch-size 3",
+        [
+            "--layers 3 is too few for the 4 stages of pp=2: each stage takes at "
+            "least one block; --layers 4 or "
+            "--stage-layers auto would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x2x1 --schedule-csv no-such.csv",
+        [
+            "--schedule-csv no-such.csv cannot be read: No such file or directory; "
+            "another file would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x2x1 --schedule-csv README.md",
+        [
+            "--schedule-csv README.md: rank 0, step 0: '# dtensor_llm' is not an "
+            "action: write the stage, one of F B I W, microbatch; "
+            "scripts/show_schedule.py --csv README.md shows where",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x2x1 --schedule-csv parity_tests/schedule_out_of_order.csv --global-batch-size 2",
+        [
+            "--schedule-csv parity_tests/schedule_out_of_order.csv: rank 0 does 3F1 "
+            "before 3F0, but torch takes the losses of the last stage in order; the "
+            "same cells in the order of the microbatches would do",
         ],
     ),
 ]

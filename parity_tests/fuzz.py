@@ -24,10 +24,12 @@ from dtensor_llm.config import (
 )
 from dtensor_llm.data import IGNORED_LABEL, Batch
 from dtensor_llm.parity import ParityCheck, Report, expect
+from dtensor_llm.schedules.kinds import NAMES, SPLIT
 from dtensor_llm.settings import SETTINGS, Setting
 from dtensor_llm.stages import MOST_BALANCED
 from dtensor_llm.train import Trainer, watched_step
 from dtensor_llm.worlds import World, threads
+from parity_tests.fuzz_pipelines import draw_file, draw_pipeline
 from parity_tests.harness import LLAMA, SECONDS, RandomBatches
 from reference.training import train as train_reference
 
@@ -37,7 +39,7 @@ Values = dict[str, Any]
 RANKS = {1: 3, 2: 6, 3: 4, 4: 9, 5: 1, 6: 7, 7: 1, 8: 12, 9: 1, 10: 1, 12: 2, 14: 1, 15: 1, 16: 2}
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 MASKS = ("none", "even", "uneven", "empty rank", "empty microbatch", "empty step")
-SHARE_OF_UNRULY = 0.35
+SHARE_OF_UNRULY = 0.33
 LEAST_WIDTH = 6  # with 2 or 3 numbers to normalize, the variance is often next to nothing
 
 NOT_DRAWN = {
@@ -122,8 +124,10 @@ def draw(seed: int, index: int) -> Case:
     random = Random(f"{seed}/{index}")
     values: Values = {"mesh": draw_mesh(random)} | draw_numbers(random)
     values["check_parity"] = True
-    values |= draw_model(random, values["mesh"])
-    values |= draw_batch(random, values["mesh"])
+    pipeline = draw_pipeline(random, values["mesh"])
+    values |= pipeline.values
+    values |= draw_model(random, values["mesh"], pipeline.num_stages)
+    values |= draw_batch(random, values["mesh"], pipeline.microbatches)
     values |= draw_data_parallel(random, values)
     if random.random() < SHARE_OF_UNRULY:
         for name in random.sample(list(UNRULY), random.choice((1, 2))):
@@ -160,7 +164,7 @@ def draw_mesh(random: Random) -> MeshSizes:
     return MeshSizes(**sizes)
 
 
-def draw_model(random: Random, mesh: MeshSizes) -> Values:
+def draw_model(random: Random, mesh: MeshSizes, num_stages: int) -> Values:
     """A small model that the mesh can hold; its sizes are seldom powers of two."""
     tp, rows = mesh.tp * mesh.tp_col, mesh.tp_row
     values = draw_family(random)
@@ -184,17 +188,18 @@ def draw_model(random: Random, mesh: MeshSizes) -> Values:
         "parallel_block": random.random() < 0.3,
         "width": width,
         "ffn_width": tp * random.randint(1, max(1, 40 // tp)),
-        "layers": mesh.pp + random.choice((0, 1, 2) if mesh.pp > 1 else (0, 1, 1, 2)),
+        "layers": num_stages + random.choice((0, 1, 2) if mesh.pp > 1 else (0, 1, 1, 2)),
         "vocab_size": random.choice(even_vocabularies),
         "sequence_parallel": shards_tokens,
         "gather_again": random.random() < 0.4,
+        "async_tp": shards_tokens and mesh.tp > 1 and random.random() < 0.5,
         "seq_len": seq_len,
         "dropout": random.choice((0.0, 0.0, 0.1, 0.5)),
         "attention_dropout": random.choice((None, None, 0.0, 0.2)),
         "rope_theta": random.choice((10000.0, 500000.0, 10.0)),
         "norm_eps": random.choice((1e-5, 1e-6, 1e-3)),
     }
-    values["stage_layers"] = draw_split(random, values["layers"], mesh.pp)
+    values["stage_layers"] = draw_split(random, values["layers"], num_stages)
     if random.random() < 0.3 and ModelConfig(**values_of(ModelConfig, values)).num_ffn % tp == 0:
         values["ffn_width"] = None
     return values
@@ -232,15 +237,11 @@ def draw_family(random: Random) -> Values:
     ) | {"tied_embeddings": random.random() < 0.5}
 
 
-def draw_batch(random: Random, mesh: MeshSizes) -> Values:
-    """Sequences that divide over the mesh, in enough microbatches for the schedule."""
-    schedule = random.choice(("gpipe", "1f1b"))
-    fewest = mesh.pp if schedule == "1f1b" else 1
-    microbatches = fewest + random.choice((0, 0, 1, 2, 3) if mesh.num_ranks <= 6 else (0, 0, 1))
+def draw_batch(random: Random, mesh: MeshSizes, microbatches: int) -> Values:
+    """Sequences that divide over the mesh, in as many microbatches."""
     parts = mesh.dp * mesh.tp_row
     micro_batch = random.choice((1, 1, 2, 3)) if parts * microbatches <= 12 else 1
     return {
-        "schedule": schedule,
         "global_batch_size": parts * microbatches * micro_batch,
         "micro_batch_size": random.choice((None, micro_batch, micro_batch)),
     }
@@ -249,7 +250,8 @@ def draw_batch(random: Random, mesh: MeshSizes) -> Values:
 def draw_data_parallel(random: Random, values: Values) -> Values:
     """A ZeRO stage or DDP, and when to reduce."""
     mesh, zero = values["mesh"], random.choice((0, 0, 1, 2, 3))
-    ddp = zero == 0 and mesh.tp * mesh.tp_row == 1 and random.random() < 0.9
+    splits = mesh.pp > 1 and (values["schedule"] in SPLIT or values["schedule_csv"] is not None)
+    ddp = zero == 0 and mesh.tp * mesh.tp_row == 1 and random.random() < (0.1 if splits else 0.9)
     microbatches = values["global_batch_size"] // (mesh.dp * (values["micro_batch_size"] or 1))
     at_once = microbatches == 1 or (values["micro_batch_size"] is None and mesh.pp == 1)
     return {
@@ -337,6 +339,22 @@ GRIDS: Sequence[Values] = (
 """Each with something that it does not allow."""
 
 
+BY_NAME: Values = {"stages_per_rank": None, "schedule_csv": None}
+SCHEDULES: Sequence[tuple[str, int]] = (
+    ("interleaved-1f1b", 5),
+    ("interleaved-zero-bubble", 7),
+    ("1f1b", 1),
+    ("dualpipev", 3),
+)
+"""Each with a number of microbatches that it does not admit on two ranks."""
+
+
+def unfit_microbatches(random: Random, _: Values) -> Values:
+    name, m = random.choice(SCHEDULES)
+    batch = {"global_batch_size": m, "micro_batch_size": 1}
+    return {"mesh": MeshSizes(pp=2), "schedule": name, **BY_NAME, **batch}
+
+
 def illegal_values(setting: Setting) -> Sequence[Any]:
     """Values that are refused whatever the others are; none for switches."""
     limits, kind = setting.metadata, setting.kind
@@ -358,14 +376,26 @@ UNRULY: dict[str, Redraw] = {
     "layers": number("layers", 1, 4),
     "seq_len": number("seq_len", 1, 12),
     "fused_qkv": lambda *_: {"fused_qkv": True, "kv_heads": 1},
+    "async_tp": lambda *_: {"async_tp": True},
     "vocab_size": lambda random, values: {"vocab_size": random.randint(1, values["mesh"].tp)},
     "global_batch_size": number("global_batch_size", 1, 24),
     "micro_batch_size": number("micro_batch_size", 1, 4),
-    "schedule": lambda *_: {"schedule": "1f1b"},
-    "stage_layers": lambda random, values: random.choice(
+    "schedule": lambda random, _: {"schedule": random.choice(NAMES)},
+    "microbatches": unfit_microbatches,
+    "stages_per_rank": number("stages_per_rank", 1, 3),
+    "schedule_csv": lambda random, values: {
+        "schedule_csv": draw_file(random, random.choice((2, values["mesh"].pp)), 3, 3)
+    },
+    "stage_layers": lambda random, _: random.choice(
         (
             {"stage_layers": ",".join("1" * random.randint(1, 4))},
-            {"stage_layers": ",".join(["2", *"0" * (values["mesh"].pp - 2), "1"])},
+            {
+                "mesh": MeshSizes(pp=3),
+                "layers": 3,
+                "stage_layers": "2,0,1",
+                "schedule": "1f1b",
+                **BY_NAME,
+            },
             {"stage_layers": "auto", "layers": MOST_BALANCED + 1},
         )
     ),
@@ -376,7 +406,12 @@ UNRULY: dict[str, Redraw] = {
     "offload": lambda *_: {"offload": "weights"},
     "defer_reduce": lambda *_: {"defer_reduce": True},
     "ddp": lambda random, _: {"ddp": True, "zero": random.choice((0, 0, 1))},
-    "ddp_static_graph": lambda *_: {"ddp": True, "zero": 0, "ddp_static_graph": True},
+    "ddp_static_graph": lambda *_: {
+        "ddp": True,
+        "zero": 0,
+        "ddp_static_graph": True,
+        "micro_batch_size": 1,
+    },
     "mesh": lambda random, _: {"mesh": draw_mesh(random)},
     "grid": lambda random, _: random.choice(GRIDS),
     "absent axis": lambda random, values: {

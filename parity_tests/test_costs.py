@@ -19,6 +19,9 @@ from dtensor_llm.worlds import World, threads
 from dtensor_llm.worlds.processes_spawn import spawn
 from parity_tests.harness import LLAMA, SECONDS, batches_for, small_config
 
+FIVE = {"layers": 5, "micro_batch_size": 1}
+FILE = "parity_tests/schedule_of_two_ranks.csv"
+THREES = {"heads": 6, "width": 24, "ffn_width": 33, "seq_len": 9, "vocab_size": 58}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fused": ("2x1x2", {"fused_qkv": True}),
     "parallel blocks, tp": ("2x1x1", {"parallel_block": True, "sequence_parallel": False}),
@@ -26,6 +29,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gathered again": ("2x1x1", {"gather_again": True, "micro_batch_size": 2}),
     "gathered again, 2x2x2": ("2x2x2", {"gather_again": True, "fused_qkv": True}),
     "gathered again, parallel blocks": ("2x1x2", {"gather_again": True, "parallel_block": True}),
+    "overlapped": ("2x1x1", {"async_tp": True, "micro_batch_size": 2}),
+    "overlapped, split backward": (
+        "2x2x1",
+        {"async_tp": True, "schedule": "zbv", "layers": 4, "micro_batch_size": 1},
+    ),
+    "overlapped, split backward, parallel blocks": (
+        "2x2x1",
+        {
+            "async_tp": True,
+            "schedule": "interleaved-zero-bubble",
+            "layers": 4,
+            "micro_batch_size": 1,
+            "parallel_block": True,
+            "gather_again": True,
+        },
+    ),
+    "overlapped, copied heads": ("4x1x2", {"async_tp": True, "kv_heads": 2}),
+    "overlapped, 2x2x2": ("2x2x2", {"async_tp": True, "gather_again": True, "fused_qkv": True}),
+    "overlapped, parallel blocks": ("3x1x1", {"async_tp": True, "parallel_block": True, **THREES}),
     "nothing to gather again": ("2x1x1", {"gather_again": True, "sequence_parallel": False}),
     "copied heads": ("4x1x2", {"kv_heads": 2, "micro_batch_size": 2}),
     "copied heads, one": ("4x2x1", {"kv_heads": 1, "zero": 0}),
@@ -117,6 +139,58 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grid and pp": ("tp=2x2,pp=2", {}),
     "grid, pp and dp": ("tp=2x2,pp=2,dp=2", {"schedule": "gpipe"}),
     "hybrid and pp": ("dp_replicate=2,dp_shard=2,pp=2", {"schedule": "gpipe"}),
+    "interleaved 1f1b": ("1x2x2", {"schedule": "interleaved-1f1b", **FIVE}),
+    "interleaved 1f1b, freed after forward": (
+        "1x2x2",
+        {"schedule": "interleaved-1f1b", **FIVE, "reshard_after_forward": True},
+    ),
+    "interleaved 1f1b, ddp": (
+        "1x2x2",
+        {"schedule": "interleaved-1f1b", **FIVE, "zero": 0, "ddp": True, "ddp_bucket_mb": 0.02},
+    ),
+    "interleaved 1f1b, four stages a rank": (
+        "1x2x2",
+        {"schedule": "interleaved-1f1b", **FIVE, "layers": 9, "stages_per_rank": 4},
+    ),
+    "looped bfs, four stages a rank, freed after forward": (
+        "1x2x2",
+        {
+            "schedule": "looped-bfs",
+            **FIVE,
+            "layers": 8,
+            "stages_per_rank": 4,
+            "reshard_after_forward": True,
+        },
+    ),
+    "looped bfs": ("1x4x1", {"schedule": "looped-bfs", "layers": 9, "micro_batch_size": 2}),
+    "interleaved zero bubble, zero 2": (
+        "1x2x2",
+        {"schedule": "interleaved-zero-bubble", **FIVE, "zero": 2},
+    ),
+    "interleaved zero bubble, grid": (
+        "tp=2x2,pp=2",
+        {"schedule": "interleaved-zero-bubble", **FIVE},
+    ),
+    "interleaved zero bubble, five stages a rank": (
+        "1x2x2",
+        {"schedule": "interleaved-zero-bubble", **FIVE, "layers": 10, "stages_per_rank": 5},
+    ),
+    "zbv": ("1x4x1", {"schedule": "zbv", "layers": 9, "micro_batch_size": 1}),
+    "zbv, replicated": ("1x2x2", {"schedule": "zbv", **FIVE, "zero": 0}),
+    "zbv, zero 1": ("1x2x2", {"schedule": "zbv", **FIVE, "zero": 1}),
+    "zbv, zero 2": ("1x2x2", {"schedule": "zbv", **FIVE, "zero": 2}),
+    "zbv, zero 3": ("2x2x2", {"schedule": "zbv", **FIVE}),
+    "zbv, untied": ("2x2x1", {"schedule": "zbv", **FIVE, "tied_embeddings": False}),
+    "zbv, gathered again": ("2x2x1", {"schedule": "zbv", **FIVE, "gather_again": True}),
+    "zbv, hybrid": ("dp_replicate=2,dp_shard=2,pp=2", {"schedule": "zbv", **FIVE, "zero": 2}),
+    "zbv, weights on the host": ("1x2x2", {"schedule": "zbv", **FIVE, "offload": "weights"}),
+    "dualpipev, grid": ("tp=2x2,pp=2", {"schedule": "dualpipev", **FIVE, "norm": "rmsnorm"}),
+    "dualpipev": ("1x2x2", {"schedule": "dualpipev", **FIVE}),
+    "from a file": ("1x2x2", {"schedule_csv": FILE, **FIVE, "global_batch_size": 6}),
+    "from a file, freed after forward": (
+        "1x2x2",
+        {"schedule_csv": FILE, **FIVE, "global_batch_size": 6, "reshard_after_forward": True},
+    ),
 }
 
 
@@ -185,7 +259,9 @@ def test_counted_is_predicted_tied_and_untied(mesh: str, tied: bool) -> None:
     hold_to_closed_form(small_config(mesh, tied_embeddings=tied, micro_batch_size=1))
 
 
-@pytest.mark.parametrize("case", ["2x2x2", "1x2x3", "hybrid and tp", "hybrid, replicated", "grid"])
+@pytest.mark.parametrize(
+    "case", ["2x2x2", "1x2x3", "hybrid and tp", "hybrid, replicated", "grid", "overlapped, 2x2x2"]
+)
 def test_processes_and_threads_record_the_same_calls(case: str) -> None:
     """In the same order, on every rank: of torch's own groups a dispatch mode sees them."""
     mesh, values = CASES[case]
@@ -197,7 +273,7 @@ def test_processes_and_threads_record_the_same_calls(case: str) -> None:
 
 def test_sharded_tokens_send_no_more_bytes_unless_gathered_again() -> None:
     """Gathered again: two all-gathers more for each block, and one for the head."""
-    options = {"sequence_parallel": False}, {}, {"gather_again": True}
+    options = {"sequence_parallel": False}, {}, {"async_tp": True}, {"gather_again": True}
     configs = [small_config("4x1x1", micro_batch_size=2, **each) for each in options]
     whole, m = activation(configs[0]), configs[0].microbatches
     sent = [
@@ -205,7 +281,7 @@ def test_sharded_tokens_send_no_more_bytes_unless_gathered_again() -> None:
         for config in configs
     ]
     more = m * (2 * configs[0].model.layers + 1) * Fraction(3, 4) * whole
-    assert sent == [sent[0], sent[0], sent[0] + more]
+    assert sent == [sent[0]] * 3 + [sent[0] + more]
     assert sent[0] == m * (4 * configs[0].model.layers + 2) * Fraction(6, 4) * whole
 
 

@@ -117,7 +117,7 @@ def test_ddp_is_told_its_options() -> None:
     config = ddp_config("1x1x2", ddp_bucket_mb=0.5, ddp_bucket_view=False, ddp_static_graph=True)
 
     def main(world: World) -> None:
-        module = Trainer(config, world).parallel.module
+        module = Trainer(config, world).parallel.modules[0]
         assert isinstance(module, DistributedDataParallel)
         assert module.bucket_bytes_cap == 2**19
         assert not module.gradient_as_bucket_view

@@ -6,6 +6,7 @@ optimizer state and what the backward pass must find again; no gathered copies, 
 
 from dataclasses import dataclass
 
+from dtensor_llm import pipeline
 from dtensor_llm.config import Config, ModelConfig
 from dtensor_llm.stages import layers_of_stages
 
@@ -47,10 +48,7 @@ def memory_floor(config: Config) -> MemoryFloor:
     replicas = config.dp if parallel.zero == 0 else parallel.mesh.dp_replicate
     sequences = min(config.batch_parts * config.micro_batch_size, train.global_batch_size)
     tokens = sequences * config.model.seq_len
-    blocks = sum(
-        len(layers) * _in_flight(config, stage)
-        for stage, layers in enumerate(layers_of_stages(config))
-    )
+    blocks = _blocks_in_flight(config)
     kept = blocks * _kept_per_token_and_block(config.model) + config.model.vocab_size
     return MemoryFloor(
         parameters=config.model.num_parameters,
@@ -62,15 +60,16 @@ def memory_floor(config: Config) -> MemoryFloor:
     )
 
 
-def _in_flight(config: Config, stage: int) -> int:
-    """Microbatches whose activations a stage holds at its peak.
+def _blocks_in_flight(config: Config) -> int:
+    """Blocks whose activations of a microbatch are held, by all ranks of a pipeline together.
 
-    1F1B: stage s of pp holds min(m, pp - s) (Narayanan et al., arXiv 2104.04473, section 2.2).
+    At the peak of each: so many microbatches, each on one of its stages, and that on its smallest.
     """
-    m, pp = config.microbatches, config.parallel.mesh.pp
-    if pp == 1:
-        return 1
-    return m if config.parallel.schedule == "gpipe" else min(m, pp - stage)
+    layers = layers_of_stages(config)
+    return sum(
+        pipeline.live_microbatches(config, rank) * min(len(layers[stage]) for stage in own)
+        for rank, own in enumerate(pipeline.placement(config))
+    )
 
 
 def _kept_per_token_and_block(model: ModelConfig) -> int:

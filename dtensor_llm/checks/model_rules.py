@@ -4,18 +4,24 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dtensor_llm.checks.rule import Rule, Surroundings, near_multiples, propose, remainder
+from dtensor_llm.checks.pipeline_rules import PIPELINE_RULES
+from dtensor_llm.checks.rule import (
+    DIVISORS_TRIED,
+    Rule,
+    Surroundings,
+    batch_factors,
+    largest_divisor,
+    near_multiples,
+    propose,
+    remainder,
+)
 from dtensor_llm.config import Config, MeshSizes
 from dtensor_llm.mesh import fitting_meshes
 from dtensor_llm.refused_pairs import RefusedPair
 from dtensor_llm.settings import SETTINGS, join_or
-from dtensor_llm.stages import split_problems
 
 MASK_LEVELS = 65536
 """Dropout masks compare 16-bit random numbers with rate x 65536, rounded."""
-
-DIVISORS_TRIED = 4096
-"""Bounds the search for a value to propose."""
 
 
 def heads_divide_the_width(config: Config, _: Surroundings) -> Iterator[str]:
@@ -86,37 +92,6 @@ def batch_divides(config: Config, _: Surroundings) -> Iterator[str]:
             f"{arithmetic}; "
             f"{propose('--global-batch-size', near_multiples(batch, unit), *smaller)}"
         )
-
-
-def batch_factors(config: Config) -> str:
-    """`dp=2`, or with two-dimensional tp `dp=2 x tp_row=3`."""
-    rows = config.parallel.mesh.tp_row
-    return f"dp={config.dp}" + (f" x tp_row={rows}" if rows > 1 else "")
-
-
-def every_stage_has_a_microbatch(config: Config, _: Surroundings) -> Iterator[str]:
-    batch, parts, pp = config.train.global_batch_size, config.batch_parts, config.parallel.mesh.pp
-    micro, m = config.micro_batch_size, config.microbatches
-    if batch % (parts * micro) or config.parallel.schedule != "1f1b" or m >= pp:
-        return
-    cures = [f"--global-batch-size {pp * parts * micro}", "--schedule gpipe"]
-    if fitting := largest_divisor(batch // parts, batch // parts // pp):
-        cures.insert(0, f"--micro-batch-size {fitting}")
-    yield (
-        f"{RefusedPair.SCHEDULE_1F1B.reason}, but --global-batch-size {batch} / "
-        f"({batch_factors(config)} x micro-batch {micro}) = {m}, fewer than pp={pp}; "
-        f"{join_or(cures)} would do"
-    )
-
-
-def largest_divisor(number: int, limit: int) -> int | None:
-    """The largest divisor of `number` up to `limit`, if one is near."""
-    tried = range(limit, max(0, limit - DIVISORS_TRIED), -1)
-    return next((n for n in tried if number % n == 0), None)
-
-
-def layers_can_be_cut_into_stages(config: Config, _: Surroundings) -> Iterator[str]:
-    return split_problems(config)
 
 
 def tp_grid_is_square(config: Config, _: Surroundings) -> Iterator[str]:
@@ -249,6 +224,19 @@ def tp_divides_the_sequence(config: Config, _: Surroundings) -> Iterator[str]:
         )
 
 
+def async_tp_has_sharded_tokens(config: Config, _: Surroundings) -> Iterator[str]:
+    parallel = config.parallel
+    if not parallel.async_tp or (parallel.sequence_parallel and parallel.mesh.tp > 1):
+        return
+    given, cure = f"mesh {tp_parts(parallel.mesh)[1]}", "tp=N of several ranks"
+    if parallel.mesh.tp > 1:
+        given, cure = "--no-sequence-parallel", "--sequence-parallel"
+    yield (
+        f"--async-tp with {given}: {RefusedPair.ASYNC_TP.reason}; {cure}, or leaving --async-tp "
+        "out, would do"
+    )
+
+
 def axes_are_available(config: Config, _: Surroundings) -> Iterator[str]:
     mesh = config.parallel.mesh
     for axis, size, idea in (("cp", mesh.cp, "context"), ("ep", mesh.ep, "expert")):
@@ -321,11 +309,7 @@ def parity_has_a_rule(config: Config, _: Surroundings) -> Iterator[str]:
 
 ON_THE_MESH = (
     Rule(batch_divides, frozenset({"global_batch_size", "micro_batch_size", "mesh"})),
-    Rule(
-        every_stage_has_a_microbatch,
-        frozenset({"global_batch_size", "micro_batch_size", "mesh", "schedule"}),
-    ),
-    Rule(layers_can_be_cut_into_stages, frozenset({"layers", "mesh", "stage_layers"})),
+    *PIPELINE_RULES,
     Rule(tp_grid_is_square, frozenset({"mesh"})),
     Rule(every_row_has_positions, frozenset({"seq_len", "positions", "mesh"})),
     Rule(
@@ -338,6 +322,7 @@ ON_THE_MESH = (
     ),
     Rule(every_tp_rank_has_vocabulary, frozenset({"vocab_size", "mesh"})),
     Rule(tp_divides_the_sequence, frozenset({"seq_len", "sequence_parallel", "mesh"})),
+    Rule(async_tp_has_sharded_tokens, frozenset({"async_tp", "sequence_parallel", "mesh"})),
 )
 
 MODEL_RULES = (
@@ -351,7 +336,10 @@ MODEL_RULES = (
     Rule(ddp_has_what_it_can_reduce, frozenset({"zero", "ddp", "mesh"})),
     Rule(
         static_graph_has_one_microbatch,
-        frozenset({"ddp", "ddp_static_graph", "global_batch_size", "micro_batch_size", "mesh"}),
+        frozenset(
+            {"ddp", "ddp_static_graph", "global_batch_size", "micro_batch_size", "mesh"}
+            | {"schedule_csv"}
+        ),
     ),
     Rule(
         options_of_stage_3_have_it,

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from dtensor_llm.config import Config
 from dtensor_llm.settings import join_or
 
+DIVISORS_TRIED = 4096
+"""Bounds the search for a value to propose."""
+
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -55,3 +58,15 @@ def propose(flag: str, values: list[int], *others: str) -> str:
 def remainder(value: int, divisor: int) -> str:
     """`9 / 2 leaves 1`."""
     return f"{value} / {divisor} leaves {value % divisor}"
+
+
+def batch_factors(config: Config) -> str:
+    """`dp=2`, or with two-dimensional tp `dp=2 x tp_row=3`."""
+    rows = config.parallel.mesh.tp_row
+    return f"dp={config.dp}" + (f" x tp_row={rows}" if rows > 1 else "")
+
+
+def largest_divisor(number: int, limit: int) -> int | None:
+    """The largest divisor of `number` up to `limit`, if one is near."""
+    tried = range(limit, max(0, limit - DIVISORS_TRIED), -1)
+    return next((n for n in tried if number % n == 0), None)

@@ -44,6 +44,9 @@ Under a pipeline torch's stages keep weights until the last microbatch: 1 all-ga
 Where the shards wait between uses is a third choice: see `dtensor_llm.offload`.
 """
 
+from collections import Counter
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -109,27 +112,25 @@ def free_gathered(model: GPT) -> None:
 
 
 def share_out(
-    model: GPT,
-    mesh: DeviceMesh,
-    device: torch.device,
-    *,
-    microbatches: int,
-    each_microbatch: bool,
+    parts: Sequence[GPT], mesh: DeviceMesh, *, microbatches: int, each_microbatch: bool
 ) -> Buckets:
     """Stages 1 and 2: give each rank rows of every parameter to reduce and update.
 
-    There is a bucket for each block and one for what is left of the model; `model` is on the meta
-    device and gets memory on `device`. For `microbatches` and `each_microbatch` see `Buckets`: with
-    the latter it is stage 2, without it stage 1.
+    `parts` are the rank's pipeline stages, with memory. Each has a bucket for each block and one
+    for what is left; what two of them share has one of its own. For `microbatches` and
+    `each_microbatch` see `Buckets`: with the latter it is stage 2, without it stage 1.
     """
-    materialize(model, device)
-    weights = model.weights()
+    weights: dict[str, nn.Parameter] = {}
     groups: dict[str, dict[str, nn.Parameter]] = {}
-    for name, weight in weights.items():
-        block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
-        groups.setdefault(block, {})[name] = weight
+    held = [part.weights() for part in parts]
+    uses = Counter(name for own in held for name in own)
+    for index, own in enumerate(held):
+        for name, weight in own.items():
+            block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else f"rest {index}"
+            groups.setdefault(name if uses[name] > 1 else block, {})[name] = weight
+        weights |= own
     buckets = Buckets(
-        [Bucket(group, mesh) for group in groups.values()],
+        [Bucket(group, mesh, uses=uses[next(iter(group))]) for group in groups.values()],
         axis="dp_shard",
         microbatches=microbatches,
         each_microbatch=each_microbatch,

@@ -16,7 +16,7 @@ residual stream; a rank's stage has L blocks. A step moves four kinds of things:
 | gradients, ZeRO 2 and 3 | dp_shard | m reduce-scatters for each; 1 if deferred  | the block     |
 
 In two dimensions of tensor parallelism, a product x W^T of n inputs and m outputs takes q steps, a
-broadcast and a reduce each, and backward two broadcasts and a reduce: see `grid_product`.
+broadcast and a reduce each, and backward two broadcasts and a reduce: see `grid_costs`.
 
 and some numbers: tokens to count, the loss, the gradient norm. Every line is held equal to what a
 real step is seen to communicate (`recorder`), to the byte. Only steps after the first ones: in the
@@ -27,67 +27,53 @@ A strategy adds a function here and a row in PURPOSES.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from dtensor_llm.config import Config
-from dtensor_llm.mesh import GRID_AXES, MESH_AXES, TP_COPIES
+from dtensor_llm.mesh import TP_COPIES
+from dtensor_llm.planner.grid_costs import (
+    blocks_again,
+    grid_gradients,
+    grid_norms,
+    grid_products,
+    grid_tables,
+    head_again,
+)
 from dtensor_llm.planner.parameters import (
-    Group,
     Parameter,
     Place,
-    Shape,
-    block_parameters,
     groups,
     in_order_of_gradients,
     is_first,
     is_last,
     num_blocks,
     num_copies,
-    other_parameters,
     owned_shape,
-    padded_numel,
-    part,
-    shards_weights,
-    tp_shape,
+    stages_of,
 )
-from dtensor_llm.planner.traffic import Traffic, axis_name, merged, traffic
+from dtensor_llm.planner.payloads import (
+    ALL_AXES,
+    activation,
+    bytes_of,
+    num_tokens,
+    over,
+    padded_bytes,
+    shards_tokens,
+    times,
+)
+from dtensor_llm.planner.pipeline_costs import (
+    gathered_groups,
+    pipeline_activations,
+    tied_gradients,
+)
+from dtensor_llm.planner.traffic import Traffic, merged, traffic
 
 DATA_AXES = ("dp_replicate", "dp_shard")
-ALL_AXES = MESH_AXES + GRID_AXES
 
 
 def step_traffic(config: Config, place: Place) -> list[Traffic]:
     """What the rank at `place` communicates in one step: one entry per operation and axis."""
     return merged(part for purpose in PURPOSES.values() for part in purpose(config, place))
-
-
-def over(config: Config, operation: str, axes: tuple[str, ...], payload: int) -> list[Traffic]:
-    """One operation over the named axes together; none where they have one rank."""
-    sizes = {axis: getattr(config.parallel.mesh, axis) for axis in ALL_AXES}
-    num_ranks = math.prod(sizes[axis] for axis in axes)
-    if num_ranks == 1:
-        return []
-    return [traffic(operation, axis_name(axes, sizes), num_ranks, payload)]
-
-
-def times(count: int, parts: Iterable[Traffic]) -> list[Traffic]:
-    return [part.times(count) for part in parts if count > 0]
-
-
-def activation(config: Config) -> int:
-    """Bytes of b t d, the activations of a microbatch between two blocks; on a grid b t d/q."""
-    width = config.model.width // config.parallel.mesh.tp_col
-    return num_tokens(config) * width * config.train.element_size
-
-
-def num_tokens(config: Config) -> int:
-    """Tokens of a rank's microbatch."""
-    return config.micro_batch_size * config.model.seq_len
-
-
-def shards_tokens(config: Config) -> bool:
-    """Whether activations between the split multiplications are sharded by tokens over tp."""
-    return config.parallel.sequence_parallel and config.parallel.mesh.tp > 1
 
 
 # --- tensor and sequence parallelism: for every microbatch
@@ -117,9 +103,21 @@ def tensor_parallel_blocks(config: Config, place: Place) -> list[Traffic]:
     return times(config.microbatches * num_blocks(config, place), block)
 
 
+def repeated_exchanges(config: Config, place: Place) -> list[Traffic]:
+    """With `async_tp`: a split backward does all of the products' backward a second time."""
+    if not config.parallel.async_tp:
+        return []
+    scatter = over(config, "reduce-scatter", ("tp",), activation(config))
+    gather = over(config, "all-gather", ("tp",), activation(config))
+    entry = scatter + gather * config.parallel.gather_again
+    end = [] if config.model.parallel_block else gather  # there no product is left
+    found = times(blocks_again(config, place), config.model.norms_per_block * (entry + end))
+    return found + times(is_last(config, place) * head_again(config, place), entry)
+
+
 def tensor_parallel_embedding(config: Config, place: Place) -> list[Traffic]:
     """Each rank embeds its own token ids, and the sum leaves to the residual stream."""
-    return times(config.microbatches * is_first(place), leave(config))
+    return times(config.microbatches * is_first(config, place), leave(config))
 
 
 def tensor_parallel_head(config: Config, place: Place) -> list[Traffic]:
@@ -174,79 +172,6 @@ def copied_gradients(config: Config, place: Place) -> list[Traffic]:
     return [traffic("all-reduce", TP_COPIES, copies, payload)]
 
 
-# --- tensor parallelism in two dimensions: for every microbatch
-
-
-def grid_product(config: Config, place: Place, shape: Shape) -> list[Traffic]:
-    """x W^T, W of m n, forward and backward, one line of blocks of W after the other.
-
-    Forward its broadcast down the columns, and the reduce of b t m/q along the rows; backward both
-    broadcast, and the reduce of W's gradient.
-    """
-    tokens, size = num_tokens(config), config.train.element_size
-    found = []
-    for block, rows in grid_lines(config, place, shape):
-        result = tokens * rows * size
-        found += 2 * over(config, "broadcast", ("tp_row",), block)
-        found += over(config, "reduce", ("tp_row",), block)
-        found += over(config, "reduce", ("tp_col",), result)
-        found += over(config, "broadcast", ("tp_col",), result)
-    return found
-
-
-def grid_lines(config: Config, place: Place, shape: Shape) -> list[tuple[int, int]]:
-    """Of each line of blocks of a matrix: bytes of the block in the rank's column, and its rows."""
-    q = config.parallel.mesh.tp_row
-    columns = part(shape[1], place.tp_col, q)
-    rows = [part(shape[0], line, q) for line in range(q)]
-    return [(n * columns * config.train.element_size, n) for n in rows]
-
-
-def grid_products(config: Config, place: Place) -> list[Traffic]:
-    """Every linear of the blocks, and the head."""
-    model = config.model
-    shapes = [p.shape for p in block_parameters(model).values() if len(p.shape) == 2]
-    block = [t for shape in shapes for t in grid_product(config, place, shape)]
-    head = grid_product(config, place, (model.vocab_size, model.width))
-    blocks = times(config.microbatches * num_blocks(config, place), block)
-    return blocks + times(config.microbatches * is_last(config, place), head)
-
-
-def grid_tables(config: Config, place: Place) -> list[Traffic]:
-    """Embedding and positions: blocks are broadcast forward, their gradients reduced backward."""
-    model = config.model
-    tables = [(model.vocab_size, model.width)]
-    tables += [(model.seq_len, model.width)] * (model.positions == "learned")
-    found = [
-        t
-        for shape in tables
-        for block, _ in grid_lines(config, place, shape)
-        for operation in ("broadcast", "reduce")
-        for t in over(config, operation, ("tp_row",), block)
-    ]
-    return times(config.microbatches * is_first(place), found)
-
-
-def grid_norms(config: Config, place: Place) -> list[Traffic]:
-    """Sums of each token over the width: with a mean two forward and two at once backward."""
-    size = num_tokens(config) * max(4, config.train.element_size)
-    sums = 2 if config.model.norm == "layernorm" else 1
-    norm = sums * over(config, "all-reduce", ("tp_col",), size)
-    norm += over(config, "all-reduce", ("tp_col",), sums * size)
-    blocks = config.model.norms_per_block * num_blocks(config, place)
-    num_norms = blocks + is_last(config, place)
-    return times(config.microbatches * num_norms, norm)
-
-
-def grid_gradients(config: Config, place: Place) -> list[Traffic]:
-    """Gradients of vectors, Partial over the rows, summed once a step in one buffer."""
-    vectors = [p for g in groups(config, place) for p in g.values() if len(p.shape) == 1]
-    elements = sum(math.prod(owned_shape(p, config, place)) for p in vectors)
-    if elements == 0:
-        return []
-    return over(config, "all-reduce", ("tp_row",), elements * config.train.element_size)
-
-
 # --- data parallelism: for every group of parameters, a block or the rest of the stage
 
 
@@ -260,7 +185,9 @@ def data_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
         return []
     messages = [list(group.values()) for group in groups(config, place)]
     if config.parallel.ddp:
-        messages = ddp_buckets(config, place)
+        messages = [
+            b for stage in stages_of(config, place) for b in ddp_buckets(config, stage, place)
+        ]
     return [
         t
         for message in messages
@@ -268,21 +195,16 @@ def data_parallel_gradients(config: Config, place: Place) -> list[Traffic]:
     ]
 
 
-def ddp_buckets(config: Config, place: Place) -> list[list[Parameter]]:
+def ddp_buckets(config: Config, stage: int, place: Place) -> list[list[Parameter]]:
     limit = int(config.parallel.ddp_bucket_mb * 2**20)
     buckets: list[list[Parameter]] = []
     is_full = True
-    for parameter in in_order_of_gradients(config, place):
+    for parameter in in_order_of_gradients(config, stage):
         if is_full:
             buckets.append([])
         buckets[-1].append(parameter)
         is_full = bytes_of(buckets[-1], config, place) >= limit
     return buckets
-
-
-def bytes_of(parameters: Iterable[Parameter], config: Config, place: Place) -> int:
-    elements = sum(math.prod(tp_shape(p, config, place)) for p in parameters)
-    return elements * config.train.element_size
 
 
 def zero_weights(config: Config, place: Place) -> list[Traffic]:
@@ -292,24 +214,16 @@ def zero_weights(config: Config, place: Place) -> list[Traffic]:
 
     Stage 3: a block is gathered before its forward and, if it was freed, again before its backward,
     unless it is whole still. What is not in a block is gathered once and stays until its gradients
-    have been reduced. That is after each microbatch; under a pipeline after the last one, until
-    when the block that has done a backward stays whole, too: of the m forwards and m backwards of a
-    stage, m - 1 follow a backward, in every order that GPipe and 1F1B have, so that m + 1 find a
-    block sharded that is freed after forward, and 1 if it is not. Prefetch changes none of that.
+    have been reduced. That is after each microbatch; under a pipeline see `gathers`. Prefetch
+    changes none of that.
     """
     if config.parallel.zero == 0:
         return []
-    pipelined = config.parallel.mesh.pp > 1
-    per_rest = config.microbatches if shards_weights(config) and not pipelined else 1
-    per_block = per_rest
-    if shards_weights(config) and config.parallel.reshards_after_forward:
-        per_block += config.microbatches
-    rest = other_parameters(config, place)
-    return [
-        t.times(per_rest if group == rest else per_block)
-        for group in groups(config, place)
-        for t in over(config, "all-gather", ("dp_shard",), padded_bytes(group, config, place))
-    ]
+    parts: list[Traffic] = []
+    for gathered in gathered_groups(config, place):
+        payload = padded_bytes(gathered.group, config, place)
+        parts += times(gathered.times, over(config, "all-gather", ("dp_shard",), payload))
+    return parts
 
 
 def zero_gradients(config: Config, place: Place) -> list[Traffic]:
@@ -329,31 +243,6 @@ def zero_gradients(config: Config, place: Place) -> list[Traffic]:
     return parts
 
 
-def padded_bytes(group: Group, config: Config, place: Place) -> int:
-    elements = sum(padded_numel(parameter, config, place) for parameter in group.values())
-    return elements * config.train.element_size
-
-
-# --- pipeline parallelism
-
-
-def pipeline_activations(config: Config, place: Place) -> list[Traffic]:
-    """Activations of the rank's own tokens to the next stage, their gradients to the one before."""
-    neighbours = (not is_first(place)) + (not is_last(config, place))
-    own = activation(config) // (config.parallel.mesh.tp if shards_tokens(config) else 1)
-    both_ways = [t for way in ("send", "recv") for t in over(config, way, ("pp",), own)]
-    return times(config.microbatches * neighbours, both_ways)
-
-
-def tied_gradients(config: Config, place: Place) -> list[Traffic]:
-    """First and last stage exchange their gradients of a tied embedding, once a step."""
-    if not config.model.tied_embeddings or is_first(place) == is_last(config, place):
-        return []
-    table = other_parameters(config, place)["token_embedding.weight"]
-    own = math.prod(owned_shape(table, config, place)) * config.train.element_size
-    return [t for way in ("send", "recv") for t in over(config, way, ("pp",), own)]
-
-
 # --- numbers that all ranks must agree on
 
 
@@ -370,6 +259,7 @@ def loss_and_norm(config: Config, _: Place) -> list[Traffic]:
 
 PURPOSES: dict[str, Callable[[Config, Place], list[Traffic]]] = {
     "blocks, tensor parallel": tensor_parallel_blocks,
+    "products, done twice": repeated_exchanges,
     "embedding, tensor parallel": tensor_parallel_embedding,
     "head, tensor parallel": tensor_parallel_head,
     "loss, vocabulary parallel": vocabulary_parallel_loss,

@@ -18,8 +18,9 @@ import math
 from collections.abc import Mapping
 
 from dtensor_llm.config import Config
-from dtensor_llm.planner.costs import padded_bytes
-from dtensor_llm.planner.parameters import Group, Place, groups, other_parameters, owned_shape
+from dtensor_llm.planner.parameters import Group, Place, groups, owned_shape
+from dtensor_llm.planner.payloads import padded_bytes
+from dtensor_llm.planner.pipeline_costs import gathered_groups
 
 PLACES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "none": {"weights": ("device",), "gradients": ("device",), "optimizer": ("device",)},
@@ -51,20 +52,20 @@ def held(option: str, roles: Mapping[str, int]) -> dict[str, dict[str, int]]:
 def copies(config: Config, place: Place) -> dict[str, int]:
     """Bytes that the rank at `place` copies `out` of its device and `in` during one step."""
     out = into = 0
-    rest = other_parameters(config, place)
-    for group in groups(config, place):
-        own = own_bytes(group, config, place)
-        if config.parallel.offload == "optimizer":
-            out, into = out + own, into + own
-        elif config.parallel.offload == "weights":
-            padded = padded_bytes(group, config, place) // config.parallel.mesh.dp_shard
-            out += own * reductions(config)
-            into += padded * gathers(config, in_block=group != rest)
+    if config.parallel.offload == "optimizer":
+        out = into = sum(own_bytes(group, config, place) for group in groups(config, place))
+    elif config.parallel.offload == "weights":
+        for gathered in gathered_groups(config, place):
+            padded = padded_bytes(gathered.group, config, place) // config.parallel.mesh.dp_shard
+            out += own_bytes(gathered.group, config, place, copies=True) * reductions(config)
+            into += padded * gathered.times
     return {"out": out, "in": into}
 
 
-def own_bytes(group: Group, config: Config, place: Place) -> int:
-    elements = sum(math.prod(owned_shape(parameter, config, place)) for parameter in group.values())
+def own_bytes(group: Group, config: Config, place: Place, *, copies: bool = False) -> int:
+    """What the rank reduces of a group; with `copies`, of second copies, too."""
+    own = [p for p in group.values() if copies or not p.is_copy]
+    elements = sum(math.prod(owned_shape(parameter, config, place)) for parameter in own)
     return elements * config.train.element_size
 
 
@@ -72,10 +73,3 @@ def reductions(config: Config) -> int:
     """Reduce-scatters of each gradient at ZeRO stage 3, also of a rank that is alone."""
     deferred = config.parallel.defer_reduce or config.parallel.mesh.pp > 1
     return 1 if deferred else config.microbatches
-
-
-def gathers(config: Config, *, in_block: bool) -> int:
-    """All-gathers of each weight at ZeRO stage 3: see `costs.zero_weights`."""
-    again = in_block and config.parallel.reshards_after_forward
-    first = 1 if config.parallel.mesh.pp > 1 else config.microbatches
-    return first + (config.microbatches if again else 0)

@@ -134,7 +134,9 @@ def watch_step(live: LiveBytes, trainer: Trainer) -> None:
     parameters are while they compute. Gradients are those of both. Buffers are the flat tensors
     that `fully_shard` and `replicate` make of several weights or gradients to send them at once.
     """
-    lasting = {plain(w).untyped_storage()._cdata for w in trainer.optimizer.weights.values()}
+    optimizer = trainer.optimizer
+    held = [*optimizer.weights.values(), *optimizer.copies.values()]
+    lasting = {plain(weight).untyped_storage()._cdata for weight in held}
     places = [(m._parameters, name) for m in trainer.model.modules() for name in m._parameters]
     gathered: dict[int, Tensor] = {}
 
@@ -160,6 +162,6 @@ def name_lasting(live: LiveBytes, trainer: Trainer) -> None:
     """Name what lasts: to be called after a step, too, whose gradients are new."""
     optimizer = trainer.optimizer
     states = [tensor for name in optimizer.shards for tensor in optimizer.state(name).values()]
-    live.name(WEIGHTS, optimizer.weights.values())
+    live.name(WEIGHTS, [*optimizer.weights.values(), *optimizer.copies.values()])
     live.name(OPTIMIZER, states)
     live.name(GRADIENTS, [shard.grad for shard in optimizer.shards.values()])

@@ -24,19 +24,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from dtensor_llm.config import Config
-from dtensor_llm.planner.parameters import (
-    Group,
-    Parameter,
-    Place,
-    block_parameters,
-    groups,
-    is_first,
-    num_blocks,
-    other_parameters,
-    owned_shape,
-    padded_numel,
-    shards_weights,
-    tp_shape,
+from dtensor_llm.planner.group_sizes import (
+    GroupSizes,
+    StageSizes,
+    group_sizes,
+    head_parameters,
+    numel,
+    stage_sizes,
+)
+from dtensor_llm.planner.parameters import Place, groups, owned_shape, shards_weights, stages_of
+from dtensor_llm.planner.pipeline_memory import (
+    most_gathered_of_stages,
+    most_gradients_of_stages,
+    most_in_first_backward,
 )
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
@@ -80,27 +80,36 @@ def model_states(
 def at_rest(config: Config, place: Place) -> Roles:
     """What the rank at `place` holds between two steps, gradients not yet forgotten.
 
-    The `model_states` of its parts, which may be uneven, but for three things: messages pad the
-    rows of gradients, and `fully_shard` those of weights; AdamW counts the steps of each parameter;
-    and at the end of a step stage 1, too, has freed all gradients but the rank's own.
+    The `model_states` of its parts, which may be uneven, but for four things: messages pad the rows
+    of gradients, and `fully_shard` those of weights; AdamW counts the steps of each parameter; at
+    the end of a step stage 1, too, has freed all gradients but the rank's own; and a second copy of
+    a tied weight has no more than itself.
     """
     train, found = config.train, groups(config, place)
-    size = train.element_size
-    own = [math.prod(owned_shape(p, config, place)) for group in found for p in group.values()]
+    size, copies = train.element_size, second_copies(config, place)
+    stepped = [p for group in found for p in group.values() if not p.is_copy]
+    own = [math.prod(owned_shape(p, config, place)) for p in stepped]
     states = model_states(
         config.parallel.zero,
-        sum(numel(group, config, place) for group in found),
+        sum(numel(group, config, place) for group in found) - copies.whole,
         sum(own),
         Roles(size, size, train.num_moments * size),
     )
     padded = sum(group_sizes(group, config, place).part for group in found)
-    gradients = padded * size if config.parallel.zero > 0 else states.gradients
+    gradients = (padded - copies.part) * size if config.parallel.zero > 0 else states.gradients
     counters = sum(elements > 0 for elements in own) if train.optimizer == "adamw" else 0
+    whole = states.weights + copies.whole * size
     return Roles(
-        weights=padded * size if shards_weights(config) else states.weights,
+        weights=padded * size if shards_weights(config) else whole,
         gradients=gradients,
         optimizer=states.optimizer + counters * BYTES_OF_COUNTER,
     )
+
+
+def second_copies(config: Config, place: Place) -> GroupSizes:
+    """What the rank holds of the tied embedding a second time."""
+    found = {n: p for group in groups(config, place) for n, p in group.items() if p.is_copy}
+    return group_sizes(found, config, place)
 
 
 def at_peak(config: Config, place: Place) -> Roles:
@@ -117,139 +126,65 @@ def most_gathered(config: Config, place: Place) -> int:
     """Elements of weights that are there a second time, to compute with.
 
     Stage 3: those of one block, and what is in no block from its first use to its last; all that
-    the stage has where blocks are not freed after forward, and under a pipeline, from the first
-    backward on. Stage 0: all, for torch's `replicate` computes with a copy. Else none.
+    there is where blocks are not freed after forward. Stage 0: all, for torch's `replicate`
+    computes with a copy. Else none. Under a pipeline see `most_gathered_of_stages`.
     """
-    block, rest = sizes_of_groups(config, place)
     if config.dp == 1 or config.parallel.zero in (1, 2) or config.parallel.ddp:
         return 0
+    if config.parallel.mesh.pp > 1:
+        return most_gathered_of_stages(config, place)
+    sizes = stage_sizes(config, 0, place)
     frees = shards_weights(config) and config.parallel.reshards_after_forward
-    many = not frees or config.parallel.mesh.pp > 1
-    return (num_blocks(config, place) if many else 1) * block.gathered + rest.gathered
+    return sizes.block.gathered + sizes.rest.gathered if frees else sizes.gathered
 
 
 def most_gradients(config: Config, place: Place) -> int:
     """Elements of gradients, reduced or not.
 
-    Whole ones of the stage where they are reduced once a step, of several microbatches or at stage
+    Whole ones of the rank where they are reduced once a step, of several microbatches or at stage
     0. Else those that are not reduced yet, beside the rank's part of what is.
     """
-    parallel, (block, rest) = config.parallel, sizes_of_groups(config, place)
-    if config.dp > 1 and parallel.zero in (1, 2):
-        return most_in_buckets(config, place)
-    if config.dp > 1 and shards_weights(config):
-        return most_sharded(config, place)
-    whole = num_blocks(config, place) * block.whole + rest.whole
+    parallel = config.parallel
+    if config.dp > 1 and parallel.zero > 0:
+        if parallel.mesh.pp > 1:
+            return most_gradients_of_stages(config, place)
+        sizes = stage_sizes(config, 0, place)
+        if shards_weights(config):
+            return most_sharded(config, sizes, place)
+        return most_in_buckets(config, sizes, place)
+    whole = sum(numel(group, config, place) for group in groups(config, place))
     if config.dp > 1 and parallel.ddp and parallel.ddp_bucket_view:
         # Views of messages that last; each is on its own before: with m microbatches, until the
         # last one has added to it.
-        return whole + (whole if config.microbatches > 1 else max(block.largest, rest.largest))
+        stages = [stage_sizes(config, stage, place) for stage in stages_of(config, place)]
+        return whole + (whole if config.microbatches > 1 else max(x.largest for x in stages))
     return whole
 
 
-def most_in_buckets(config: Config, place: Place) -> int:
+def most_in_buckets(config: Config, sizes: StageSizes, place: Place) -> int:
     """Stages 1 and 2: a gradient goes into its message, and is freed, as soon as it is there.
 
     The largest module counts, then, beside the parts that are reduced by then. Stage 1 has several
-    microbatches' whole gradients until the last one. On copies alone the first message of a bucket
-    is what the others are added to: it counts from its first gradient on.
+    microbatches' whole gradients until the last one.
     """
-    parallel, count = config.parallel, num_blocks(config, place)
-    block, rest = sizes_of_groups(config, place)
-    alone = parallel.mesh.dp_shard == 1
-    if config.microbatches > 1 and not alone and (parallel.zero == 1 or parallel.defer_reduce):
-        return count * block.whole + rest.whole
-    if config.microbatches > 1:
-        return count * block.part + rest.part + max(block.largest, rest.largest)
-    used_last = group_sizes(head_parameters(config, place), config, place)
-    in_head = rest.part * alone + used_last.largest
-    before = rest.part if used_last.whole and (alone or not is_first(place)) else 0
-    in_block = before + (count - 1 + alone) * block.part + block.largest
-    looked_up = (rest.part * alone + rest.largest) * is_first(place)
-    return max(in_head, in_block, count * block.part + max(rest.part, looked_up))
+    if config.microbatches == 1:
+        return most_in_first_backward(config, 0, sizes, place)
+    each = config.parallel.reduces_each_microbatch
+    return sizes.part + sizes.largest if each else sizes.whole
 
 
-def most_sharded(config: Config, place: Place) -> int:
+def most_sharded(config: Config, sizes: StageSizes, place: Place) -> int:
     """Stage 3: the L blocks are reduced one by one, then the rest.
 
     Of the rest, the head and the final norm have their gradients from the beginning of the backward
-    pass on. Under a pipeline all groups are whole until the end of the step; the rest comes first.
+    pass on.
     """
-    count, (block, rest) = num_blocks(config, place), sizes_of_groups(config, place)
-    if config.parallel.mesh.pp > 1:
-        in_rest = count * block.whole + rest.in_turn
-        return max(in_rest, (count - 1) * block.whole + block.in_turn + rest.part)
-    used_last = numel(head_parameters(config, place), config, place)
+    count, block, rest = sizes.count, sizes.block, sizes.rest
+    used_last = numel(head_parameters(config, 0), config, place)
     if config.microbatches > 1 and config.parallel.defer_reduce:
         in_block = (count - 1) * block.whole + block.in_turn + rest.whole
         return max(in_block, count * block.part + rest.in_turn)
     if config.microbatches > 1:
-        return count * block.part + rest.part + max(block.whole + used_last, rest.whole)
+        return sizes.part + max(block.whole + used_last, rest.whole)
     in_block = (count - 1) * block.part + block.in_turn + used_last
     return max(in_block, count * block.part + rest.in_turn)
-
-
-def head_parameters(config: Config, place: Place) -> Group:
-    """What is in no block and has its gradient before the blocks."""
-    rest = other_parameters(config, place)
-    names = ("final_norm", "head") if is_first(place) else tuple(rest)
-    return {name: p for name, p in rest.items() if name.startswith(names)}
-
-
-@dataclass(frozen=True)
-class GroupSizes:
-    """Elements of the parameters that data parallelism takes together, after tensor parallelism.
-
-    Args:
-        whole: all.
-        gathered: all, with the padding of `fully_shard`.
-        part: what a dp_shard rank has of `gathered`.
-        last: those of the last parameter, whose whole gradient torch lets go of late.
-        largest: those of the largest module, weight and bias, whose gradients come together.
-    """
-
-    whole: int
-    gathered: int
-    part: int
-    last: int
-    largest: int
-
-    @property
-    def in_turn(self) -> int:
-        """Gradients while the group is reduced: first all, then the part, and still the last."""
-        return max(self.whole, self.part + self.last)
-
-
-def sizes_of_groups(config: Config, place: Place) -> tuple[GroupSizes, GroupSizes]:
-    """A block's (none where the stage has none), and those of what is in no block."""
-    block = block_parameters(config.model) if num_blocks(config, place) else {}
-    rest = other_parameters(config, place)
-    return group_sizes(block, config, place), group_sizes(rest, config, place)
-
-
-def group_sizes(group: Group, config: Config, place: Place) -> GroupSizes:
-    shards = config.parallel.mesh.dp_shard
-    padded = sum(padded_numel(parameter, config, place) for parameter in group.values())
-    last = dict(list(group.items())[-1:]) if shards > 1 else {}
-    return GroupSizes(
-        whole=numel(group, config, place),
-        gathered=padded if shards_weights(config) else numel(group, config, place),
-        part=padded // shards,
-        last=numel(last, config, place),
-        largest=largest_module(group, config, place),
-    )
-
-
-def largest_module(group: Group, config: Config, place: Place) -> int:
-    """On a grid a linear adds its bias, which so has its gradient on its own."""
-    grid = config.parallel.mesh.tp_row > 1
-    modules: dict[str, dict[str, Parameter]] = {}
-    for name, parameter in group.items():
-        module = name.rpartition(".")[0]
-        modules.setdefault(name if grid and "norm" not in module else module, {})[name] = parameter
-    return max((numel(module, config, place) for module in modules.values()), default=0)
-
-
-def numel(group: Group, config: Config, place: Place) -> int:
-    """Elements after tensor parallelism."""
-    return sum(math.prod(tp_shape(parameter, config, place)) for parameter in group.values())

@@ -1,4 +1,4 @@
-"""The parameters of a pipeline stage in closed form: what costs and memory are made of.
+"""The parameters of a rank's pipeline stages in closed form: what costs and memory are made of.
 
 A parameter is divided twice: tensor parallelism cuts one of its dims (in two dimensions, rows and
 columns), then ZeRO cuts the rows of what is left. Both cut as `torch.chunk` does: parts of equal
@@ -7,8 +7,9 @@ size, but for the last ones.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from dtensor_llm import pipeline
 from dtensor_llm.config import Config, ModelConfig
 from dtensor_llm.stages import layers_of_stages
 
@@ -39,6 +40,7 @@ class Parameter:
         most_parts: into how many parts tp can cut it at most: with more ranks several hold the
             same one.
         on_first_rank: only the first tp rank uses it, so that it counts once in a sum.
+        is_copy: the second one on its rank, which follows the first without an optimizer.
     """
 
     shape: Shape
@@ -46,6 +48,7 @@ class Parameter:
     meets_residual: bool = False
     most_parts: int | None = None
     on_first_rank: bool = False
+    is_copy: bool = False
 
 
 Group = Mapping[str, Parameter]
@@ -57,26 +60,52 @@ def part(size: int, index: int, count: int) -> int:
     return max(0, min(largest, size - index * largest))
 
 
-def is_first(place: Place) -> bool:
-    """Whether the rank's stage holds the embeddings."""
-    return place.pp == 0
+def stages_of(config: Config, place: Place) -> tuple[int, ...]:
+    """The rank's pipeline stages, in the order of the model."""
+    return pipeline.placement(config)[place.pp]
+
+
+def is_first(config: Config, place: Place) -> bool:
+    """Whether the rank holds the embeddings."""
+    return 0 in stages_of(config, place)
 
 
 def is_last(config: Config, place: Place) -> bool:
-    """Whether the rank's stage holds the final norm, the head and the loss."""
-    return place.pp == config.parallel.mesh.pp - 1
+    """Whether the rank holds the final norm, the head and the loss."""
+    return pipeline.num_stages(config) - 1 in stages_of(config, place)
 
 
 def num_blocks(config: Config, place: Place) -> int:
-    """Blocks of the rank's stage."""
-    return len(layers_of_stages(config)[place.pp])
+    """Blocks of all of the rank's stages."""
+    return sum(blocks_of(config, stage) for stage in stages_of(config, place))
+
+
+def blocks_of(config: Config, stage: int) -> int:
+    return len(layers_of_stages(config)[stage])
 
 
 def groups(config: Config, place: Place) -> list[Group]:
-    """The stage's parameters as data parallelism takes them together: each block, then the rest."""
-    blocks = [block_parameters(config.model)] * num_blocks(config, place)
-    rest = other_parameters(config, place)
-    return blocks + ([rest] if rest else [])
+    """The rank's parameters as data parallelism takes them together.
+
+    Of each stage each block, then the rest; and what two stages share by itself.
+    """
+    found: list[Group] = []
+    for stage in stages_of(config, place):
+        found += [block_parameters(config.model)] * blocks_of(config, stage)
+        found += [rest] if (rest := other_parameters(config, stage)) else []
+    if shares_table(config) and is_first(config, place):
+        found.append({"token_embedding.weight": table(config.model)})
+    return found
+
+
+def shares_table(config: Config) -> bool:
+    """Whether the first and the last of several stages have one tied parameter together.
+
+    Not where each of them is wrapped by itself: then they have a copy each.
+    """
+    is_wrapped = config.dp > 1 and config.parallel.zero in (0, 3)
+    apart = is_wrapped or config.parallel.offload == "weights"
+    return pipeline.ties_on_one_rank(config) and not apart
 
 
 def block_parameters(model: ModelConfig) -> Group:
@@ -105,32 +134,40 @@ def block_parameters(model: ModelConfig) -> Group:
     return found
 
 
-def other_parameters(config: Config, place: Place) -> Group:
-    """Those of a stage that are in no block, in the order of use; a tied weight once a stage."""
+def other_parameters(config: Config, stage: int) -> Group:
+    """Those of a stage that are in no block, in the order of use, but for what stages share."""
     model = config.model
-    first, last = is_first(place), is_last(config, place)
-    table = Parameter((model.vocab_size, model.width), split=0)
+    first, last = stage == 0, stage == pipeline.num_stages(config) - 1
+    shared = shares_table(config)
     found: dict[str, Parameter] = {}
-    if first:
-        found["token_embedding.weight"] = table
+    if first and not shared:
+        found["token_embedding.weight"] = table(model)
     if first and model.positions == "learned":
         positions = Parameter((model.seq_len, model.width), meets_residual=True)
         found["position_embedding.weight"] = positions
     if last:
         found |= norm_parameters("final_norm", model)
-    if last and not (first and model.tied_embeddings):
-        found["token_embedding.weight" if model.tied_embeddings else "head.weight"] = table
+    if last and not model.tied_embeddings:
+        found["head.weight"] = table(model)
+    elif last and not first and not shared:
+        copy = pipeline.ties_on_one_rank(config)
+        found["token_embedding.weight"] = replace(table(model), is_copy=copy)
     return found
 
 
-def in_order_of_gradients(config: Config, place: Place) -> list[Parameter]:
+def table(model: ModelConfig) -> Parameter:
+    """The token embedding's weight, or the head's."""
+    return Parameter((model.vocab_size, model.width), split=0)
+
+
+def in_order_of_gradients(config: Config, stage: int) -> list[Parameter]:
     """The stage's parameters as their gradients come in a backward pass.
 
     Last module first, in each the bias first. A tied table comes when it has been looked up in, but
     on a stage that has it for the head alone.
     """
-    rest, block = dict(other_parameters(config, place)), block_parameters(config.model)
-    late = ["position_embedding", "token_embedding"] if is_first(place) else []
+    rest, block = dict(other_parameters(config, stage)), block_parameters(config.model)
+    late = ["position_embedding", "token_embedding"] if stage == 0 else []
     early = ["head", "final_norm"] if late else ["head", "token_embedding", "final_norm"]
     modules = ["mlp.down", "mlp.up", "mlp.gate", "mlp_norm", "attention.output"]
     modules += ["attention.value", "attention.key", "attention.query", "attention.qkv"]
@@ -140,7 +177,7 @@ def in_order_of_gradients(config: Config, place: Place) -> list[Parameter]:
         wanted = [f"{name}.{kind}" for name in names for kind in ("bias", "weight")]
         return [group[name] for name in wanted if name in group]
 
-    blocks = num_blocks(config, place) * ordered(block, modules)
+    blocks = blocks_of(config, stage) * ordered(block, modules)
     return ordered(rest, early) + blocks + ordered(rest, late)
 
 

@@ -28,9 +28,7 @@ Where torch's orders, or the sense of a word, are not the paper's:
   forward and a backward that overlap. torch computes them after one another: F&B = F + B.
 """
 
-from dtensor_llm.schedules.torch_orders import V_SHAPED
-
-SPLIT = ("interleaved-zero-bubble", *V_SHAPED)  # I and W apart
+from dtensor_llm.schedules.kinds import SPLIT
 
 
 def idle_time(

@@ -5,6 +5,7 @@ it, and torch adds them.
 """
 
 import csv
+from functools import cache
 from pathlib import Path
 
 from dtensor_llm.schedules.actions import Schedule, parse_step
@@ -48,6 +49,20 @@ def read_csv(
         found = f"{schedule.num_microbatches} microbatches"
         raise ScheduleError(f"{path} is for {found}, but there are {num_microbatches}", cells)
     return schedule
+
+
+@cache
+def load(path: str) -> Schedule:
+    """`read_csv`, once a process: whoever asks again gets the same schedule."""
+    return read_csv(path)
+
+
+def microbatches_in(path: str) -> int | None:
+    """How many the file's schedule is for; None where it is none."""
+    try:
+        return load(path).num_microbatches
+    except (OSError, ScheduleError):
+        return None
 
 
 def _cells(path: Path) -> list[list[str]]:

@@ -3,19 +3,6 @@
 GPipe and 1F1B are played with a stage that computes nothing and takes notes: what torch 2.13 lists
 as their `pipeline_order` is not what it runs (the last rank's first forward is of microbatch 1
 there, and microbatch m is one too many). The others run what they list.
-
-| name                    | stages on ranks           | admits                                |
-|-------------------------|---------------------------|---------------------------------------|
-| gpipe                   | one each                  | any m                                 |
-| 1f1b                    | one each                  | m >= p                                |
-| interleaved-1f1b        | v each, in a loop         | m that max(1, m // p) rounds divide   |
-| looped-bfs              | v each, in a loop         | any m                                 |
-| interleaved-zero-bubble | v each, in a loop         | as interleaved-1f1b                   |
-| zbv                     | two each, down and up a V | any m                                 |
-| dualpipev               | two each, down and up a V | m >= 2p                               |
-
-m: microbatches, p: ranks, v: stages on each. In a loop rank r has stages r, r + p, r + 2p, ...; in
-a V stages r and 2p - 1 - r.
 """
 
 from types import SimpleNamespace
@@ -33,6 +20,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from dtensor_llm.schedules.actions import Action, Program, Schedule, parse_step
+from dtensor_llm.schedules.kinds import NAMES, default_stages_per_rank, refusal
 
 ONE_STAGE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 LOOP: dict[str, type[PipelineScheduleMulti]] = {
@@ -44,32 +32,6 @@ V_SHAPED: dict[str, type[PipelineScheduleMulti]] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-NAMES = (*ONE_STAGE, *LOOP, *V_SHAPED)
-
-
-def default_stages_per_rank(name: str) -> int:
-    """1 for the schedules that know no other, else 2."""
-    return 1 if name in ONE_STAGE else 2
-
-
-def refusal(
-    name: str, *, num_ranks: int, num_microbatches: int, stages_per_rank: int
-) -> str | None:
-    """Why torch does not run a schedule so: given, rule and cure; None where it does."""
-    p, m, v = num_ranks, num_microbatches, stages_per_rank
-    fixed = 1 if name in ONE_STAGE else 2
-    if name not in LOOP and v != fixed:
-        return f"{name} has {fixed} stages per rank, not {v}".replace("1 stages", "1 stage")
-    least = {"1f1b": p, "dualpipev": 2 * p}.get(name, 1)
-    if m < least:
-        return f"{name} with {p} ranks needs at least {least} microbatches, not {m}"
-    rounds = max(1, m // p)
-    if name in ("interleaved-1f1b", "interleaved-zero-bubble") and m % rounds:
-        return (
-            f"{name} on {p} ranks runs {m} microbatches in {m} // {p} = {rounds} equal rounds, but "
-            f"{m} % {rounds} = {m % rounds}; {m // p * p} or {(m // p + 1) * p} would fit"
-        )
-    return None
 
 
 def make_schedule(

@@ -377,14 +377,14 @@ def gelu_of_the_other_kind() -> Iterator[None]:
 )
 def blocks_in_the_order_of_their_names() -> Iterator[None]:
     """Blocks are sorted as texts, and 10 comes before 2."""
-    build = pipeline_parallel.build_stage
+    build = pipeline_parallel.build_stages
 
     def wrong(*args: Any) -> GPT:
         stage = build(*args)
         stage.blocks = torch.nn.ModuleDict(dict(sorted(stage.blocks.items())))
         return stage
 
-    with patch.object(pipeline_parallel, "build_stage", wrong):
+    with patch.object(pipeline_parallel, "build_stages", wrong):
         yield
 
 

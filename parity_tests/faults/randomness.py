@@ -255,7 +255,7 @@ def dropout_sites_share_a_stream() -> Iterator[None]:
 )
 def dropout_sites_numbered_within_the_stage() -> Iterator[None]:
     """The name of a dropout site has the layer's number in its stage."""
-    build = pipeline_parallel.build_stage
+    build = pipeline_parallel.build_stages
 
     def wrong(*args: Any) -> GPT:
         stage = build(*args)
@@ -264,7 +264,7 @@ def dropout_sites_numbered_within_the_stage() -> Iterator[None]:
                 module.site = numbered_within_the_stage(stage, module.site)
         return stage
 
-    with patch.object(pipeline_parallel, "build_stage", wrong):
+    with patch.object(pipeline_parallel, "build_stages", wrong):
         yield
 
 

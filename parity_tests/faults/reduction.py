@@ -203,8 +203,8 @@ def tied_gradients_averaged() -> Iterator[None]:
     """The two gradients of the tied embedding are averaged, as if they were of replicas."""
     add_up = pipeline_parallel.sum_tied_gradients
 
-    def wrong(model: GPT, gradient: Tensor, mesh: DeviceMesh) -> None:
-        add_up(model, gradient, mesh)
+    def wrong(gradient: Tensor, mesh: DeviceMesh, peer: int) -> None:
+        add_up(gradient, mesh, peer)
         gradient.div_(2)
 
     with patch.object(pipeline_parallel, "sum_tied_gradients", wrong):

@@ -266,7 +266,7 @@ def ddp_reduces_all_microbatches_but_the_last() -> Iterator[None]:
     """`no_sync` is switched the wrong way round."""
 
     def wrong(self: train.Trainer, *, is_last: bool) -> None:
-        module = self.parallel.module
+        module = self.parallel.modules[0]
         assert isinstance(module, DistributedDataParallel)
         module.require_backward_grad_sync = not is_last
 

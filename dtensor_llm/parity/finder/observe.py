@@ -22,8 +22,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from dtensor_llm.data import Batch
+from dtensor_llm.model import GPT
 from dtensor_llm.parity.check import copied, own_gradients, own_state
 from dtensor_llm.plan import local_tensor
 from dtensor_llm.train import StepResult, Trainer, TrainingError
@@ -150,22 +152,42 @@ def watching(
     trainer: Trainer, names: Iterable[str]
 ) -> Iterator[tuple[Observation, frozenset[str]]]:
     """Record the trainer's model and loss; gives what is seen, and the names there are here."""
-    model, seen, microbatch = trainer.model, Observation(), -1
-    modules = dict(model.named_modules())
-    found = {"tokens"} if model.first else set()
-    handles = []
+    seen, found = Observation(), set()
+    handles: list[RemovableHandle] = []
+    names = list(names)
+    for stage in trainer.parallel.stages:
+        found |= watch_stage(stage, trainer, names, seen, handles)
+    try:
+        yield seen, frozenset(found)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def watch_stage(
+    stage: GPT,
+    trainer: Trainer,
+    names: Iterable[str],
+    seen: Observation,
+    handles: list[RemovableHandle],
+) -> set[str]:
+    """Hook one pipeline stage, or the whole model; gives the names there are here."""
+    microbatch, modules = -1, dict(stage.named_modules())
+    found = {"tokens"} if stage.first else set()
 
     def see(name: str, x: Tensor) -> None:
         if (name, microbatch) not in seen.values:  # the first time: later ones recompute
             seen.see(name, x, microbatch)
 
-    def begin(_: nn.Module, args: tuple[Any, ...]) -> None:
+    def begin(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         nonlocal microbatch
-        microbatch += 1
-        if model.first:
+        samples = named["samples"] if "samples" in named else args[1]
+        place = int(samples[0]) - trainer.samples.start
+        microbatch = place // trainer.config.micro_batch_size
+        if stage.first:
             see("tokens", args[0])
 
-    handles.append(model.register_forward_pre_hook(begin))
+    handles.append(stage.register_forward_pre_hook(begin, with_kwargs=True))
     for name in names:
         owner = name.removesuffix(INPUT)
         if owner not in modules:
@@ -175,14 +197,10 @@ def watching(
             handles.append(modules[owner].register_forward_pre_hook(partial(see_input, see, name)))
         else:
             handles.append(modules[owner].register_forward_hook(partial(see_output, see, name)))
-    if model.last:
+    if stage.last:
         found |= {"labels", "loss"}
         watch_loss(trainer, see)
-    try:
-        yield seen, frozenset(found)
-    finally:
-        for handle in handles:
-            handle.remove()
+    return found
 
 
 def see_input(see: See, name: str, _: nn.Module, args: tuple[Any, ...]) -> None:

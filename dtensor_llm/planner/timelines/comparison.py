@@ -4,13 +4,8 @@ each wants them."""
 from dataclasses import dataclass
 
 from dtensor_llm.planner.schedule import Timeline, Times, messages, peak_live, simulate
-from dtensor_llm.schedules.torch_orders import (
-    LOOP,
-    NAMES,
-    default_stages_per_rank,
-    make_schedule,
-    refusal,
-)
+from dtensor_llm.schedules.kinds import LOOP, NAMES, default_stages_per_rank, refusal
+from dtensor_llm.schedules.torch_orders import make_schedule
 
 
 @dataclass(frozen=True)
