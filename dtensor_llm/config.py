@@ -337,10 +337,7 @@ class RunConfig:
         minimum=1,
     )
     metrics: str | None = option(
-        None,
-        "new or empty file for one JSON line per step; one with content is never overwritten",
-        metavar="FILE",
-        follows="no file",
+        None, "new or empty file for a JSON line per step", metavar="FILE", follows="no file"
     )
 
 
