@@ -97,6 +97,10 @@ CASES = {
     "bucket_sent_before_the_weights_half": ("gradient", ""),
     "upper_layers_numbered_from_the_top": ("forward", ""),
     "copy_on_the_same_rank_not_added": ("gradient", ""),
+    "one_weight_counted_by_two_stages": (
+        "gradient norm",
+        "token_embedding.weight counts twice",
+    ),
     "weights_freed_before_a_split_backward": ("gradient", ""),
     "labels_of_the_other_half_of_a_pair": ("data", "belongs to sequence 0, where sequence 2"),
     "tokens_dealt_in_the_order_of_a_file": ("data", "belongs to sequences 4 to 7, where sequences"),

@@ -15,11 +15,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from dtensor_llm import parallelize, pipeline
 from dtensor_llm.config import Config
 from dtensor_llm.model import GPT
-from dtensor_llm.optimizer import Optimizer
+from dtensor_llm.optimizer import Optimizer, sum_of_squares
 from dtensor_llm.parallel import pipeline_parallel, zero
 from dtensor_llm.parallel.pipeline_parallel import Stage
 from dtensor_llm.schedules.actions import Schedule
 from dtensor_llm.stages import layers_of_stages
+from dtensor_llm.train import Trainer
 from parity_tests.faults.fault import fault
 from parity_tests.harness import ROOT
 
@@ -232,6 +233,29 @@ def copy_on_the_same_rank_not_added() -> Iterator[None]:
             return take(self)
 
     with patch.object(Optimizer, "take_gradients", wrong):
+        yield
+
+
+@reduction(
+    "pipeline_parallel",
+    "1x2x1",
+    "gradient norm",
+    sabotaged="gradient norm",
+    symptom="The norm is a little too large where a V has embedding and head on one rank.",
+    schedule="zbv",
+    layers=4,
+    tied_embeddings=True,
+)
+def one_weight_counted_by_two_stages() -> Iterator[None]:
+    """In the gradient norm, each of a rank's stages counts its weights: what they share, twice."""
+
+    def wrong(self: Trainer) -> Tensor:
+        shards = self.optimizer.shards
+        names = [name for stage in self.parallel.stages for name in stage.weights()]
+        gradients = [shards[name].grad for name in names]
+        return sum_of_squares([gradient for gradient in gradients if gradient is not None])
+
+    with patch.object(Trainer, "own_sum_of_squares", wrong):
         yield
 
 
