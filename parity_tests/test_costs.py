@@ -239,7 +239,10 @@ def test_counted_is_predicted_tied_and_untied(mesh: str, tied: bool) -> None:
     hold_to_closed_form(small_config(mesh, tied_embeddings=tied, micro_batch_size=1))
 
 
-@pytest.mark.parametrize("case", ["2x2x2", "1x2x3", "hybrid and tp", "hybrid, replicated", "grid"])
+@pytest.mark.parametrize(
+    "case",
+    ["2x2x2", "1x2x3", "hybrid and tp", "hybrid, replicated", "grid", "zbv, zero 2", "dualpipev"],
+)
 def test_processes_and_threads_record_the_same_calls(case: str) -> None:
     """In the same order, on every rank: of torch's own groups a dispatch mode sees them."""
     mesh, values = CASES[case]

@@ -14,6 +14,7 @@ from dtensor_llm.schedules.csv_files import write_csv
 from dtensor_llm.schedules.kinds import LOOP, NAMES, V_SHAPED
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
+from parity_tests import fuzz
 from parity_tests.harness import (
     LLAMA,
     SECONDS,
@@ -187,6 +188,24 @@ def test_tied_copies_stay_bitwise_equal(name: str, zero: int | None) -> None:
         copies = [copy for rank in by_rank[shard::dp] for copy in rank]
         assert len(copies) == 2
         assert torch.equal(*copies)
+
+
+@pytest.mark.parametrize("m", [1, 3, 5, 7])
+def test_gpipe_takes_any_number_of_microbatches(m: int) -> None:
+    report = parity(small_config("1x4x1", schedule="gpipe", layers=4, **of_microbatches(m)))
+    assert report.passed, report
+
+
+def of_microbatches(m: int) -> dict[str, int]:
+    return {"global_batch_size": m, "micro_batch_size": 1}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_microbatch_without_a_label(name: str) -> None:
+    """Of no other one are labels taken in its place; counts of the others differ, too."""
+    config = small_config("1x2x1", schedule=name, layers=4, **of_microbatches(4), check_parity=True)
+    report = fuzz.parity_of(fuzz.Case(0, 0, config, "empty microbatch"))
+    assert report.passed, report
 
 
 def test_placement() -> None:
