@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dtensor_llm.worlds.exchange import all_gather, reduce_scatter
+from dtensor_llm.worlds.exchange import AllGather, all_gather, reduce_scatter
 
 
 def redistribute(
@@ -95,9 +95,7 @@ class GatheredAgain:
         """`whole` is what `shard`, a dim `dim` in parts, was gathered to; it is not kept."""
         self.shard, self.group, self.dim = shard.detach().contiguous(), group, dim
         self.address = whole.untyped_storage().data_ptr()
-        self.work: dist.Work | None = None
-        self.parts: Tensor | None = None
-        self.whole: Tensor | None = None
+        self.gather: AllGather | None = None
 
     def pack(self, x: Tensor) -> Tensor | tuple["GatheredAgain", Tensor]:
         """A view of the whole tensor gives way to its shape alone; all else is kept."""
@@ -108,22 +106,15 @@ class GatheredAgain:
 
     def start(self, *_: Tensor) -> None:
         """Begin to gather, unless that has been done for the other half of a split backward."""
-        if self.work is not None:
-            return
-        shape = self.shard.shape
-        self.parts = self.shard.new_empty(self.group.size() * shape[0], *shape[1:])
-        self.work = dist.all_gather_single(self.parts, self.shard, group=self.group, async_op=True)
+        if self.gather is None:
+            self.gather = AllGather(self.shard, self.dim, self.group)
 
     def gathered(self) -> Tensor:
         """The whole tensor, after waiting for it."""
-        if self.whole is None:
-            if self.work is None:
-                self.start()
-            assert self.work is not None and self.parts is not None
-            self.work.wait()
-            self.whole = torch.cat(self.parts.chunk(self.group.size()), dim=self.dim)
-            self.parts = None
-        return self.whole
+        if self.gather is None:
+            self.start()
+        assert self.gather is not None
+        return self.gather.wait()
 
 
 def unpack(packed: Tensor | tuple[GatheredAgain, Tensor]) -> Tensor:

@@ -275,9 +275,9 @@ class ParallelConfig:
         True, "shard norms and dropout on tokens over the tp ranks; no effect with tp=RxC"
     )
     gather_again: bool = option(
-        False,
-        "with tokens sharded over tp: gather them once more in the backward pass, and keep shards",
+        False, "with tokens sharded over tp: keep shards, and gather them again for backward"
     )
+    async_tp: bool = option(False, "with tokens sharded over tp: multiply some as others travel")
 
     @property
     def reshards_after_forward(self) -> bool:

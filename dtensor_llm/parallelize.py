@@ -194,7 +194,9 @@ def apply_tensor_parallel(config: Config, model: GPT, mesh: DeviceMesh) -> None:
     residual = sequence_parallel.RESIDUAL if shard_tokens else Replicate()
     between = sequence_parallel.plan if shard_tokens else tensor_parallel.replicated_plan
     again = shard_tokens and config.parallel.gather_again
-    apply_plan(model, mesh, tensor_parallel.plan(model, mesh, residual, gather_again=again))
+    overlap = shard_tokens and config.parallel.async_tp
+    split = tensor_parallel.plan(model, mesh, residual, gather_again=again, overlap=overlap)
+    apply_plan(model, mesh, split)
     apply_plan(model, mesh, between(model))
 
 

@@ -61,6 +61,12 @@ class RefusedPair(Enum):
         "--ddp",
         "DistributedDataParallel does not hear of gradients of the weights alone",
     )
+    SPLIT_AND_ASYNC_TP = (
+        "a schedule that splits the backward",
+        "--async-tp",
+        "gradients of the weights are what runs beside an exchange of the backward pass, and they "
+        "are put off",
+    )
     PP = "pp", "fewer --layers", "each stage takes at least one block"
     COUNTS_AND_PP = "--stage-layers", "pp of another number", "each stage has a count of blocks"
     COUNTS_AND_LAYERS = (
@@ -122,6 +128,11 @@ class RefusedPair(Enum):
         "--sequence-parallel",
         "a --seq-len that tp does not divide",
         "with sequence parallelism all ranks take equally many tokens",
+    )
+    ASYNC_TP = (
+        "--async-tp",
+        "--no-sequence-parallel, tp=1 or tp=RxC",
+        "only tokens that are sharded over one tp axis travel beside their products",
     )
     STAGE_3 = (
         "--reshard-after-forward, --prefetch-depth or --offload weights",

@@ -93,30 +93,29 @@ def split_problems(config: Config) -> Iterator[str]:
 
 def _problems_by_hand(config: Config, counts: list[int]) -> Iterator[str]:
     layers, stages, split = config.model.layers, num_stages(config), config.parallel.stage_layers
-    pp = config.parallel.mesh.pp
-    even = ",".join(map(str, even_counts(config)))
-    cures = [f"--stage-layers {even if layers >= stages else 'auto'}"] * (layers >= stages - 2)
+    others = settings_for(config, layers) or [f"--layers {stages}"]
+    cures = [f"--stage-layers even with {join_or(others)}"]
+    if layers >= stages - 2:
+        even = ",".join(map(str, even_counts(config)))
+        cures = [f"--stage-layers {even if layers >= stages else 'auto'}"]
+    empty = [str(stage) for stage, n in enumerate(counts) if not n and 0 < stage < len(counts) - 1]
     if len(counts) != stages:
-        others = settings_for(config, len(counts)) if len(counts) % (stages // pp) == 0 else []
+        fits = sum(counts) == layers and not empty
+        cures += settings_for(config, len(counts)) if fits else []
         yield (
             f"--stage-layers {split} has {len(counts)} counts for {spell(config)}, but "
-            f"{RefusedPair.COUNTS_AND_PP.reason}; {join_or([*cures, *others])} would do"
+            f"{RefusedPair.COUNTS_AND_PP.reason}; {join_or(cures)} would do"
         )
-        return
-    if sum(counts) != layers:
-        total = max(1, sum(counts))
-        yield (
-            f"--stage-layers {split} is {sum(counts)} blocks of --layers {layers}, but "
-            f"{RefusedPair.COUNTS_AND_LAYERS.reason}; "
-            f"{join_or([*cures, f'--layers {total}'])} would do"
-        )
-    empty = [
-        str(stage) for stage, count in enumerate(counts) if not count and 0 < stage < stages - 1
-    ]
-    if empty:
+    elif empty:
         yield (
             f"--stage-layers {split} leaves stage {' and '.join(empty)} empty, but "
-            f"{RefusedPair.NO_BLOCK.reason}; {join_or([*cures, 'fewer stages'])} would do"
+            f"{RefusedPair.NO_BLOCK.reason}; {join_or(cures)} would do"
+        )
+    elif sum(counts) != layers:
+        cures += [f"--layers {sum(counts)}"] * any(counts)
+        yield (
+            f"--stage-layers {split} is {sum(counts)} blocks of --layers {layers}, but "
+            f"{RefusedPair.COUNTS_AND_LAYERS.reason}; {join_or(cures)} would do"
         )
 
 
@@ -185,8 +184,8 @@ def _best_of_rest(
     num_items = len(sums) - 1
     tables: list[list[float]] = [[inf] * num_items + [0]]
     for rest in range(num_parts):
-        best = [inf] * (num_items + 1)
-        for start in range(num_items - rest):
+        best = [inf] * len(sums)
+        for start in range(num_items):
             for stop in range(start + 1, num_items - rest + 1):
                 cost = sums[stop] - sums[start]
                 if cost > limit or join(cost, 0) > best[start]:

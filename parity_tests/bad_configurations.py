@@ -177,6 +177,15 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
             "GiB; --layers 2 would fit",
         ],
     ),
+    (  # fewer layers would be another cut
+        Surroundings(memory_bytes=2 * GIB),
+        "--model gpt2 --global-batch-size 8 --micro-batch-size 4 --optimizer sgd --stage-layers 12",
+        [
+            "memory: the run takes at least 4.4 GiB: weights, gradients and optimizer "
+            "124,439,808 x 3 x 4 bytes = 1.4 GiB, activations 3.0 GiB; this machine has 2.0 "
+            "GiB; a smaller --model would fit",
+        ],
+    ),
     (
         Surroundings(memory_bytes=4 * GIB),
         "--model gpt2 --global-batch-size 8 --check-parity --dtype float64",
@@ -578,6 +587,40 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
     ),
     (
         ALONE,
+        "--mesh 2x1x1 --async-tp --no-sequence-parallel",
+        [
+            "--async-tp with --no-sequence-parallel: only tokens that are sharded over one tp axis "
+            "travel beside their products; --sequence-parallel, or leaving --async-tp out, would "
+            "do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x1x2 --async-tp",
+        [
+            "--async-tp with mesh tp=1: only tokens that are sharded over one tp axis travel "
+            "beside their products; tp=N of several ranks, or leaving --async-tp out, would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh tp=2x2 --async-tp",
+        [
+            "--async-tp with mesh tp=2x2: only tokens that are sharded over one tp axis travel "
+            "beside their products; tp=N of several ranks, or leaving --async-tp out, would do",
+        ],
+    ),
+    (
+        Surroundings(8, 4, num_cuda=4),
+        "--mesh 8x1x1 --async-tp",
+        [
+            "--async-tp with tp=8 on CUDA: the ranks of a tp axis read each other's memory, and "
+            "so are in one machine, but 4 processes run on this one; tp=2 or tp=4 or leaving "
+            "--async-tp out would do",
+        ],
+    ),
+    (
+        ALONE,
         "--mesh 1x8x1",
         [
             "--layers 4 is too few for pp=8: each stage takes at least one block; --layers 8 "
@@ -590,6 +633,22 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         [
             "--layers 3 is too few for pp=4: each stage takes at least one block; --layers 4, pp=3 "
             "or --stage-layers auto would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x4x1 --layers 2",
+        [
+            "--layers 2 is too few for pp=4: each stage takes at least one block; --layers 4, pp=2 "
+            "or --stage-layers auto would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x4x1 --layers 1",
+        [
+            "--layers 1 is too few for pp=4: each stage takes at least one block; --layers 4 or "
+            "pp=1 would do",
         ],
     ),
     (
@@ -613,7 +672,7 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         "--mesh 1x2x1 --stage-layers 6,7,7,4",
         [
             "--stage-layers 6,7,7,4 has 4 counts for pp=2, but each stage has a count of blocks; "
-            "--stage-layers 2,2 or pp=4 would do",
+            "--stage-layers 2,2 would do",
         ],
     ),
     (
@@ -630,7 +689,23 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         [
             "--stage-layers 2,0,0,2 leaves stage 1 and 2 empty, but without a block, only "
             "the first stage (embedding) and the last (head) compute anything; --stage-layers "
-            "1,1,1,1 or fewer stages would do",
+            "1,1,1,1 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x2x1 --stage-layers 1,2,1",
+        [
+            "--stage-layers 1,2,1 has 3 counts for pp=2, but each stage has a count of blocks; "
+            "--stage-layers 2,2 or pp=3 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x8x1 --stage-layers 1,2,1",
+        [
+            "--stage-layers 1,2,1 has 3 counts for pp=8, but each stage has a count of blocks; "
+            "--stage-layers even with pp=4 or pp=3 would do",
         ],
     ),
     (
@@ -823,6 +898,15 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
             "--layers 9 is too few for the 12 stages of pp=4: each stage takes at "
             "least one block; --layers 12, --stages-per-rank 2, pp=3 or --schedule "
             "1f1b would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 2x2x1 --schedule zbv --async-tp",
+        [
+            "--async-tp with --schedule zbv: gradients of the weights are what runs beside an "
+            "exchange of the backward pass, and they are put off; leaving --async-tp out, or "
+            "--schedule 1f1b, would do"
         ],
     ),
     (

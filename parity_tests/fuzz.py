@@ -192,6 +192,7 @@ def draw_model(random: Random, mesh: MeshSizes, num_stages: int) -> Values:
         "vocab_size": random.choice(even_vocabularies),
         "sequence_parallel": shards_tokens,
         "gather_again": random.random() < 0.4,
+        "async_tp": shards_tokens and mesh.tp > 1 and random.random() < 0.5,
         "seq_len": seq_len,
         "dropout": random.choice((0.0, 0.0, 0.1, 0.5)),
         "attention_dropout": random.choice((None, None, 0.0, 0.2)),
@@ -375,6 +376,7 @@ UNRULY: dict[str, Redraw] = {
     "layers": number("layers", 1, 4),
     "seq_len": number("seq_len", 1, 12),
     "fused_qkv": lambda *_: {"fused_qkv": True, "kv_heads": 1},
+    "async_tp": lambda *_: {"async_tp": True},
     "vocab_size": lambda random, values: {"vocab_size": random.randint(1, values["mesh"].tp)},
     "global_batch_size": number("global_batch_size", 1, 24),
     "micro_batch_size": number("micro_batch_size", 1, 4),
@@ -384,11 +386,13 @@ UNRULY: dict[str, Redraw] = {
     "schedule_csv": lambda random, values: {
         "schedule_csv": draw_file(random, random.choice((2, values["mesh"].pp)), 3, 3)
     },
-    "stage_layers": lambda random, values: random.choice(
+    "stage_layers": lambda random, _: random.choice(
         (
             {"stage_layers": ",".join("1" * random.randint(1, 4))},
             {
-                "stage_layers": ",".join(["2", *"0" * (values["mesh"].pp - 2), "1"]),
+                "mesh": MeshSizes(pp=3),
+                "layers": 3,
+                "stage_layers": "2,0,1",
                 "schedule": "1f1b",
                 **BY_NAME,
             },

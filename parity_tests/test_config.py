@@ -252,6 +252,7 @@ GOOD_CONFIGURATIONS = [
     (Surroundings(memory_bytes=16 * 2**30), "--model gpt2 --global-batch-size 1"),
     (ALONE, "--mesh 4x1x1 --vocab-size 257 --kv-heads 4 --positions rope --mlp swiglu"),
     (ALONE, "--mesh 2x1x1 --seq-len 9 --no-sequence-parallel"),
+    (ALONE, "--mesh 2x2x1 --async-tp --gather-again --parallel-block"),
     (ALONE, "--mesh 1x4x4 --global-batch-size 8 --schedule gpipe"),
     (ALONE, "--mesh 1x3x1 --layers 8 --global-batch-size 7"),
     (ALONE, "--steps 1 --lr 0 --clip-grad 0 --eval-every 0 --warmup-steps 1"),
@@ -295,7 +296,7 @@ EVERY_FLAG = (
     "--eval-samples 5 --mesh 2x2x1 --zero 2 --defer-reduce --schedule gpipe --stage-layers 4,2 "
     "--no-sequence-parallel --world threads --device cpu --timeout 5 --data a b --check-parity "
     "--record run --record-every 7 --metrics run.jsonl",
-    "--reshard-after-forward --prefetch-depth 2 --offload weights",
+    "--mesh 2x2x1 --reshard-after-forward --prefetch-depth 2 --offload weights --async-tp",
     "--zero 0 --ddp --ddp-bucket-mb 5 --no-ddp-bucket-view --ddp-static-graph",
     "--mesh 1x2x1 --schedule interleaved-1f1b --stages-per-rank 1",
     "--mesh 1x2x1 --schedule-csv parity_tests/schedule_of_two_ranks.csv --global-batch-size 3",
@@ -487,6 +488,17 @@ KEPT_PER_TOKEN_AND_BLOCK = 4 * 64 + 4 * 64 + 2 * 256
             "--mesh 1x2x1 --micro-batch-size 8",
             220_544 * 4 * 4,
             512 * (6 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4,
+        ),
+        # the first stage has 3 blocks or none
+        (
+            "--mesh 1x2x1 --micro-batch-size 8 --stage-layers 3,1",
+            220_544 * 4 * 4,
+            512 * (7 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4,
+        ),
+        (
+            "--mesh 1x2x1 --micro-batch-size 8 --stage-layers 0,4",
+            220_544 * 4 * 4,
+            512 * (4 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4,
         ),
         # GPipe holds all 8
         (

@@ -21,6 +21,7 @@ from parity_tests.harness import LLAMA, SECONDS, batches_for, small_config
 
 FIVE = {"layers": 5, "micro_batch_size": 1}
 FILE = "parity_tests/schedule_of_two_ranks.csv"
+THREES = {"heads": 6, "width": 24, "ffn_width": 33, "seq_len": 9, "vocab_size": 58}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fused": ("2x1x2", {"fused_qkv": True}),
     "parallel blocks, tp": ("2x1x1", {"parallel_block": True, "sequence_parallel": False}),
@@ -28,6 +29,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gathered again": ("2x1x1", {"gather_again": True, "micro_batch_size": 2}),
     "gathered again, 2x2x2": ("2x2x2", {"gather_again": True, "fused_qkv": True}),
     "gathered again, parallel blocks": ("2x1x2", {"gather_again": True, "parallel_block": True}),
+    "overlapped": ("2x1x1", {"async_tp": True, "micro_batch_size": 2}),
+    "overlapped, copied heads": ("4x1x2", {"async_tp": True, "kv_heads": 2}),
+    "overlapped, 2x2x2": ("2x2x2", {"async_tp": True, "gather_again": True, "fused_qkv": True}),
+    "overlapped, parallel blocks": ("3x1x1", {"async_tp": True, "parallel_block": True, **THREES}),
     "nothing to gather again": ("2x1x1", {"gather_again": True, "sequence_parallel": False}),
     "copied heads": ("4x1x2", {"kv_heads": 2, "micro_batch_size": 2}),
     "copied heads, one": ("4x2x1", {"kv_heads": 1, "zero": 0}),
@@ -241,7 +246,10 @@ def test_counted_is_predicted_tied_and_untied(mesh: str, tied: bool) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["2x2x2", "1x2x3", "hybrid and tp", "hybrid, replicated", "grid", "zbv, zero 2", "dualpipev"],
+    [
+        *("2x2x2", "1x2x3", "hybrid and tp", "hybrid, replicated", "grid", "overlapped, 2x2x2"),
+        *("zbv, zero 2", "dualpipev"),
+    ],
 )
 def test_processes_and_threads_record_the_same_calls(case: str) -> None:
     """In the same order, on every rank: of torch's own groups a dispatch mode sees them."""
@@ -254,7 +262,7 @@ def test_processes_and_threads_record_the_same_calls(case: str) -> None:
 
 def test_sharded_tokens_send_no_more_bytes_unless_gathered_again() -> None:
     """Gathered again: two all-gathers more for each block, and one for the head."""
-    options = {"sequence_parallel": False}, {}, {"gather_again": True}
+    options = {"sequence_parallel": False}, {}, {"async_tp": True}, {"gather_again": True}
     configs = [small_config("4x1x1", micro_batch_size=2, **each) for each in options]
     whole, m = activation(configs[0]), configs[0].microbatches
     sent = [
@@ -262,7 +270,7 @@ def test_sharded_tokens_send_no_more_bytes_unless_gathered_again() -> None:
         for config in configs
     ]
     more = m * (2 * configs[0].model.layers + 1) * Fraction(3, 4) * whole
-    assert sent == [sent[0], sent[0], sent[0] + more]
+    assert sent == [sent[0]] * 3 + [sent[0] + more]
     assert sent[0] == m * (4 * configs[0].model.layers + 2) * Fraction(6, 4) * whole
 
 

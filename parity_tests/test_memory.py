@@ -126,6 +126,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline, zero 1": ("1x2x2", {"zero": 1}),
     "pipeline, zero 2": ("1x2x2", {"zero": 2, "layers": 3}),
     "2x1x2, zero 1": ("2x1x2", {"zero": 1}),
+    "overlapped": ("2x1x1", {"async_tp": True}),
+    "overlapped, zero 1": ("2x1x2", {"async_tp": True, "zero": 1}),
+    "overlapped, zero 2": (
+        "2x1x2",
+        {"async_tp": True, "zero": 2, "micro_batch_size": 1, "mlp": "swiglu", "bias": False},
+    ),
+    "overlapped, zero 2, parallel blocks": (
+        "2x1x2",
+        {"async_tp": True, "zero": 2, "micro_batch_size": 1, "parallel_block": True},
+    ),
+    "overlapped, zero 3": ("2x1x2", {"async_tp": True, "layers": 3}),
+    "overlapped, pipeline": ("2x2x1", {"async_tp": True}),
     "ddp": ("1x1x2", {"zero": 0, "ddp": True, "micro_batch_size": 1}),
     "ddp, one microbatch": ("1x1x2", {"zero": 0, "ddp": True}),
     "ddp, copies": ("1x1x2", {"zero": 0, "ddp": True, "ddp_bucket_view": False}),
@@ -206,7 +218,7 @@ def test_measured_is_predicted(case: str) -> None:
 
 @pytest.mark.parametrize("mesh", ["4x1x1", "1x1x3", "dp_replicate=2,dp_shard=2", "1x2x2", "2x1x2"])
 def test_measured_is_predicted_for_the_other_family(mesh: str) -> None:
-    """Whose head, untied, is large and has its gradient first."""
+    """Whose head, untied, is large and has its gradient first; its MLP has three matrices."""
     hold_to_closed_form(small_config(mesh, global_batch_size=12, micro_batch_size=2, **LLAMA))
 
 

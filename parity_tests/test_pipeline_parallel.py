@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from dtensor_llm.config import Config
+from dtensor_llm.parallel import pipeline_parallel
+from dtensor_llm.stages import layers_of_stages
 from dtensor_llm.train import Trainer
-from dtensor_llm.worlds import World, threads
+from dtensor_llm.worlds import World, WorldError, threads
 from parity_tests.harness import (
     LLAMA,
     SECONDS,
@@ -79,6 +82,71 @@ def test_stages_act_in_the_order_of_the_reference(micro_batch_size: int, schedul
     for stage, acted in enumerate(threads.run(4, main, timeout=SECONDS)):
         expected = reference.actions(schedule, stage, 4, config.microbatches)
         assert acted == [str(action) for action in expected]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("split", [(1, 3, 1), (0, 5, 0), (2, 3, 0), (0, 1, 4)], ids=str)
+def test_any_cut_equals_its_reference(schedule: str, split: tuple[int, ...]) -> None:
+    config = small_config(
+        "1x3x1",
+        schedule=schedule,
+        layers=5,
+        dropout=0.1,
+        global_batch_size=12,
+        stage_layers=",".join(map(str, split)),
+    )
+    strategy = partial(
+        reference.loss_and_gradients,
+        stages=3,
+        microbatches=config.microbatches,
+        schedule=schedule,
+        counts=split,
+    )
+    report = strategy_parity(config, strategy)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("1x2x1", {"stage_layers": "1,4", "micro_batch_size": 1}),
+        ("1x2x1", {"stage_layers": "0,5", "schedule": "gpipe"}),
+        ("1x4x1", {"stage_layers": "auto", "vocab_size": 999}),
+        ("2x2x1", {"stage_layers": "5,0", "gather_again": True}),
+        ("2x2x1", {"stage_layers": "0,5", "sequence_parallel": False}),
+        ("2x2x2", {"stage_layers": "4,1"}),
+        ("2x2x2", {"stage_layers": "0,5", "parallel_block": True}),
+        ("1x2x2", {"stage_layers": "5,0", "zero": 0}),
+        ("1x2x2", {"stage_layers": "0,5", "zero": 0, "ddp": True}),
+        ("2x2x2", {"stage_layers": "2,3", "zero": 1}),
+        ("1x2x2", {"stage_layers": "0,5", "zero": 2}),
+        ("1x2x2", {"stage_layers": "5,0", "reshard_after_forward": True, "prefetch_depth": 2}),
+        ("1x2x2", {"stage_layers": "0,5", "offload": "weights"}),
+    ],
+)
+def test_any_cut_equals_one_device(
+    mesh: str, options: dict[str, object], family: dict[str, object]
+) -> None:
+    report = parity(small_config(mesh, layers=5, **family | options))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("split", ["0,3", "3,0", "1,2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_any_cut_on_a_grid_equals_one_device(split: str, tied: bool) -> None:
+    report = parity(small_config("tp=2x2,pp=2", layers=3, stage_layers=split, tied_embeddings=tied))
+    assert report.passed, report
+
+
+def test_a_block_that_no_stage_holds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(config: Config) -> tuple[range, ...]:
+        first, last = layers_of_stages(config)
+        return first, last[1:]
+
+    monkeypatch.setattr(pipeline_parallel, "layers_of_stages", forgetful)
+    with pytest.raises(WorldError, match=r"no rank holds the gradient of blocks\.1\."):
+        parity(small_config("1x2x1", layers=4, stage_layers="1,3"))
 
 
 def test_tied_copies_stay_bitwise_equal() -> None:

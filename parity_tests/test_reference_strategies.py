@@ -40,6 +40,8 @@ STRATEGIES: dict[str, Strategy] = {
     "tp2": partial(tensor_parallel.loss_and_gradients, tp=2),
     "tp4": partial(tensor_parallel.loss_and_gradients, tp=4),
     "tp2 sequence parallel": partial(sequence_parallel.loss_and_gradients, tp=2),
+    "tp2 overlapped": partial(sequence_parallel.loss_and_gradients, tp=2, overlapped=True),
+    "tp4 overlapped": partial(sequence_parallel.loss_and_gradients, tp=4, overlapped=True),
     "tp4 sequence parallel": partial(sequence_parallel.loss_and_gradients, tp=4),
     "tp 2x2": partial(tensor_parallel_2d.loss_and_gradients, q=2),
     "tp 4x4": partial(tensor_parallel_2d.loss_and_gradients, q=4),

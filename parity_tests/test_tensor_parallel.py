@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtensor_llm.collectives import move
@@ -289,6 +289,21 @@ def test_plan_refuses_a_name_without_a_match() -> None:
         Exception, match=r"the plan names blocks\.\*\.attention\.qurey, but no module"
     ):
         threads.run(1, main, timeout=SECONDS)
+
+
+def test_plan_passes_over_what_would_be_in_an_empty_container() -> None:
+    """The blocks of a stage that has none; any other name without a match is refused there, too."""
+    model = GPT(small_config().model, [])
+
+    def main(world: World) -> None:
+        mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
+        head, other = ("head", LocalModule(Shard(0))), ("final_nrom", LocalModule(Replicate()))
+        apply_plan(model, mesh, [("blocks.*.attention.query", LocalModule(Shard(0))), head])
+        assert isinstance(model.head.weight, DTensor)
+        with pytest.raises(PlanError, match="the plan names final_nrom, but no module"):
+            apply_plan(model, mesh, [("blocks.*", LocalModule(Shard(0))), other])
+
+    threads.run(1, main, timeout=SECONDS)
 
 
 def test_plan_refuses_a_parameter_that_is_not_there() -> None:

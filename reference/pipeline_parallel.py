@@ -2,13 +2,13 @@
 
 1. Cut the layers into stages. A stage needs the activations of the stage before it, and in backward
    the gradients of the stage after it: two small messages a microbatch, and no collective at all.
+   All wait for the slowest stage. Equal counts of blocks are not equal work, since the last stage
+   has the head too: over a large vocabulary it costs as much as several blocks (`best_cut`).
 2. One batch at a time would leave all stages but one idle. Cut it into m microbatches that follow
    each other: of m + stages - 1 turns, each stage is busy in m.
 3. GPipe runs all forwards, then all backwards: each stage holds the activations of m microbatches.
 4. 1F1B starts each backward as early as it can: a stage holds as many as there are stages from it
    to the end, however large m is. The idle turns are the same.
-   All of them wait for the slowest stage. Equal counts of blocks are not equal work where a stage
-   also has the head: over a large vocabulary it costs as much as several blocks (`best_cut`).
 5. Several smaller stages on each rank fill the pipeline sooner. And a backward cut in two keeps
    nobody waiting: the gradient of its input at once, those of its weights where the rank idles.
 
@@ -16,7 +16,8 @@ Papers: Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04
 (1F1B with a flush) and 2.2.2 (several stages); Qi et al., arXiv 2401.10241 (the backward in two).
 
     on each rank                weights and optimizer state of its layers
-                                stage 0: embeddings; last stage: final norm, head, loss
+                                stage 0: embeddings; last stage: final norm, head, loss; either
+                                may be without a block
     send/receive of b/m t d     forward: m to the next stage; backward: m to the one before
     all-reduce of v d           tied weights only: 1 a step between first and last stage, which
                                 both have the embedding, each with a part of its gradient

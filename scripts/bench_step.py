@@ -69,11 +69,17 @@ class Variant:
 
 
 def our_step(
-    world: World, train: TrainConfig = TRAIN, *, zero: int = 3, ddp: bool = False, **sizes: int
+    world: World,
+    train: TrainConfig = TRAIN,
+    *,
+    zero: int = 3,
+    ddp: bool = False,
+    async_tp: bool = False,
+    **sizes: int,
 ) -> Step:
     """`sizes` are those of mesh axes."""
-    config = Config(MODEL, train, ParallelConfig(MeshSizes(**sizes), zero=zero, ddp=ddp))
-    trainer = Trainer(config, world)
+    parallel = ParallelConfig(MeshSizes(**sizes), zero=zero, ddp=ddp, async_tp=async_tp)
+    trainer = Trainer(Config(MODEL, train, parallel), world)
     count = iter(range(TRAIN.steps))
 
     def step(tokens: Tensor, labels: Tensor) -> float:
@@ -108,6 +114,7 @@ VARIANTS: dict[str, Variant] = {
         partial(our_step, dp_shard=2), target=1.05, other="plain-fsdp", other_target=1.03
     ),
     "tp": Variant(partial(our_step, tp=2), target=1.15),
+    "tp-async": Variant(partial(our_step, tp=2, async_tp=True), other="tp", other_target=1.0),
     "pp": Variant(
         partial(our_step, train=PIPELINED, pp=2),
         other="one-thread",

@@ -79,11 +79,28 @@ def cuda_is_there(config: Config, surroundings: Surroundings) -> Iterator[str]:
         )
 
 
+def async_tp_is_in_one_machine(config: Config, surroundings: Surroundings) -> Iterator[str]:
+    """On CUDA, where torch's products over symmetric memory do the work."""
+    tp, local = config.parallel.mesh.tp, surroundings.local_processes
+    if not config.parallel.async_tp or not _is_on_cuda(config, surroundings):
+        return
+    if local % tp:
+        legal = join_or(f"tp={n}" for n in range(2, local + 1) if local % n == 0)
+        yield (
+            f"--async-tp with tp={tp} on CUDA: the ranks of a tp axis read each other's memory, "
+            f"and so are in one machine, but {local} processes run on this one; "
+            + " or ".join(filter(None, [legal, "leaving --async-tp out would do"]))
+        )
+
+
+def _is_on_cuda(config: Config, surroundings: Surroundings) -> bool:
+    kind = config.world_kind(surroundings.num_processes)
+    return kind == "processes" and config.run.device != "cpu" and surroundings.num_cuda > 0
+
+
 def memory_is_enough(config: Config, surroundings: Surroundings) -> Iterator[str]:
     """Holds for ranks on the CPU alone: the memory of CUDA devices is not looked at."""
-    kind = config.world_kind(surroundings.num_processes)
-    on_cuda = kind == "processes" and config.run.device != "cpu" and surroundings.num_cuda > 0
-    if on_cuda or not has_stages(config) or _fits(config, surroundings):
+    if _is_on_cuda(config, surroundings) or not has_stages(config) or _fits(config, surroundings):
         return
     floor = memory_floor(config)
     copies = f" x {floor.copies} copies" if floor.copies > 1 else ""
@@ -178,6 +195,7 @@ MACHINE_RULES = (
     Rule(mesh_fits_the_processes, frozenset({"mesh", "world"})),
     Rule(threads_are_not_too_many, frozenset({"mesh", "world"})),
     Rule(cuda_is_there, frozenset({"mesh", "world", "device"})),
+    Rule(async_tp_is_in_one_machine, frozenset({"async_tp", "mesh", "world", "device"})),
     Rule(
         memory_is_enough,
         frozenset(

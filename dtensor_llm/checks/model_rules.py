@@ -210,6 +210,19 @@ def tp_divides_the_sequence(config: Config, _: Surroundings) -> Iterator[str]:
         )
 
 
+def async_tp_has_sharded_tokens(config: Config, _: Surroundings) -> Iterator[str]:
+    parallel = config.parallel
+    if not parallel.async_tp or (parallel.sequence_parallel and parallel.mesh.tp > 1):
+        return
+    given, cure = f"mesh {tp_parts(parallel.mesh)[1]}", "tp=N of several ranks"
+    if parallel.mesh.tp > 1:
+        given, cure = "--no-sequence-parallel", "--sequence-parallel"
+    yield (
+        f"--async-tp with {given}: {RefusedPair.ASYNC_TP.reason}; {cure}, or leaving --async-tp "
+        "out, would do"
+    )
+
+
 def axes_are_available(config: Config, _: Surroundings) -> Iterator[str]:
     mesh = config.parallel.mesh
     for axis, size, idea in (("cp", mesh.cp, "context"), ("ep", mesh.ep, "expert")):
@@ -295,6 +308,7 @@ ON_THE_MESH = (
     ),
     Rule(every_tp_rank_has_vocabulary, frozenset({"vocab_size", "mesh"})),
     Rule(tp_divides_the_sequence, frozenset({"seq_len", "sequence_parallel", "mesh"})),
+    Rule(async_tp_has_sharded_tokens, frozenset({"async_tp", "sequence_parallel", "mesh"})),
 )
 
 MODEL_RULES = (

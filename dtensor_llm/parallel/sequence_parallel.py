@@ -26,6 +26,9 @@ value, gate, up and head are kept whole for the backward pass, or (`--gather-aga
 paper) only their shards are: then there is one all-gather more for each attention, MLP and head (or
 parallel block), which begins when the backward pass comes to the module, and runs beside it until
 the first linear needs the tokens for the gradient of its weight (`plan.GatherAgain`).
+
+With `--async-tp` the same bytes travel while the linears at both ends multiply those tokens that
+are there (`overlap`); what leaves a parallel block, and the embedding, is no product, and waits.
 """
 
 from collections.abc import Mapping

@@ -37,6 +37,7 @@ one over tp of the row-parallel biases, which only the first rank uses.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch.nn.functional as F
@@ -50,6 +51,7 @@ from dtensor_llm.collectives import redistribute, sum_in_one_buffer
 from dtensor_llm.loss import vocabulary_parallel_cross_entropy
 from dtensor_llm.mesh import TP_COPIES, split_tp
 from dtensor_llm.model import GPT
+from dtensor_llm.overlap import ComputedAhead, GatherAndMultiply, MultipliesAndScatters
 from dtensor_llm.plan import (
     Call,
     ComputesOnLocalTensors,
@@ -102,51 +104,102 @@ class VocabularyParallel(ComputesOnLocalTensors):
         return redistribute(y, self.mesh, Partial(), self.residual, self.residual)
 
 
-def plan(model: GPT, mesh: DeviceMesh, residual: Placement, *, gather_again: bool = False) -> Plan:
+def plan(
+    model: GPT,
+    mesh: DeviceMesh,
+    residual: Placement,
+    *,
+    gather_again: bool = False,
+    overlap: bool = False,
+) -> Plan:
     """The table above, for what `model` holds, but for its last row.
 
-    With `gather_again`, sharded tokens are gathered a second time for the backward pass.
+    With `gather_again`, sharded tokens are gathered a second time for the backward pass; with
+    `overlap` they travel while others are multiplied.
     """
-    enter: ParallelStyle = Input(residual, Replicate(), Partial())
-    if gather_again:
-        assert isinstance(residual, Shard), "only sharded tokens are gathered"
-        enter = GatherAgain(residual)
-    column, parallel = LocalModule(Shard(0)), model.config.parallel_block
+    assert isinstance(residual, Shard) or not (gather_again or overlap), "only shards are gathered"
+    column = LocalModule(Shard(0), mixin=ComputedAhead if overlap else ComputesOnLocalTensors)
     key_value = column
     if model.config.num_kv_heads < mesh.size():
         both = split_tp(mesh, model.config.num_kv_heads)
-        key_value = LocalModule((Shard(0), Replicate()), (Shard(0), Partial()), mesh=both)
-    copied = [] if model.config.fused_qkv else ["attention.key", "attention.value"]
-    columns = ["attention.qkv" if model.config.fused_qkv else "attention.query", "mlp.up"]
-    columns += ["mlp.gate"] if model.config.mlp == "swiglu" else []
+        key_value = replace(
+            column, parameters=(Shard(0), Replicate()), gradients=(Shard(0), Partial()), mesh=both
+        )
     table: list[tuple[str, ParallelStyle]] = []
     if model.first:
         first_row, _ = own_part(model.config.vocab_size, mesh)
         vocabulary = {"mesh": mesh, "residual": residual, "first_row": first_row}
         embedding = LocalModule(Shard(0), mixin=VocabularyParallel, attributes=vocabulary)
         table += [("token_embedding", embedding)]
-    table += [(f"blocks.*.{name}", column) for name in columns]
-    table += [(f"blocks.*.{name}", key_value) for name in copied]
+    for name in linears_of_attention(model) + linears_of_mlp(model):
+        copied = name in ("attention.key", "attention.value")
+        table += [(f"blocks.*.{name}", key_value if copied else column)]
     table += [("blocks.*.attention.dropout", Call("shard", (0,)))]
-    table += ends_of_parallel_blocks(mesh, residual) if parallel else ends_of_blocks(mesh, residual)
-    if not parallel:
-        table += [("blocks.*.attention", enter), ("blocks.*.mlp", enter)]
-    elif isinstance(residual, Shard) and gather_again:
-        table += [("blocks.*", GatherAgain(residual, source="norm"))]
+    if model.config.parallel_block:
+        table += ends_of_parallel_blocks(mesh, residual)
     else:
-        table += [("blocks.*.norm", Output(residual, Replicate(), Partial()))]
-    if model.last:
-        table += [("head", enter), ("head", column)]
-    return table
+        table += ends_of_blocks(mesh, residual, overlap)
+    for name, source, linears in entries(model):
+        table += [enter(name, source, linears, residual, again=gather_again, overlap=overlap)]
+    return table + [("head", column)] * model.last
 
 
-def ends_of_blocks(mesh: DeviceMesh, residual: Placement) -> Plan:
+def linears_of_attention(model: GPT) -> list[str]:
+    """Those that take the residual stream, by their names in a block."""
+    names = ["qkv"] if model.config.fused_qkv else ["query", "key", "value"]
+    return [f"attention.{name}" for name in names]
+
+
+def linears_of_mlp(model: GPT) -> list[str]:
+    """Those that take the residual stream, by their names in a block."""
+    return ["mlp.gate"] * (model.config.mlp == "swiglu") + ["mlp.up"]
+
+
+def entries(model: GPT) -> list[tuple[str, str, list[str]]]:
+    """Where the residual stream enters split multiplications: (module, source, linears).
+
+    `source` is the submodule that gives it out; empty: the module is given it. The linears are
+    submodules, too, or the module itself.
+    """
+    found = []
+    if model.config.parallel_block:
+        found += [("blocks.*", "norm", linears_of_attention(model) + linears_of_mlp(model))]
+    else:
+        for module, linears in (
+            ("attention", linears_of_attention(model)),
+            ("mlp", linears_of_mlp(model)),
+        ):
+            inner = [name.removeprefix(f"{module}.") for name in linears]
+            found += [(f"blocks.*.{module}", "", inner)]
+    return found + [("head", "", [""])] * model.last
+
+
+def enter(
+    module: str,
+    source: str,
+    linears: list[str],
+    residual: Placement,
+    *,
+    again: bool,
+    overlap: bool,
+) -> tuple[str, ParallelStyle]:
+    """An entry of the plan, for one of the `entries`."""
+    if isinstance(residual, Shard) and overlap:
+        return module, GatherAndMultiply(residual, linears, source, again)
+    if isinstance(residual, Shard) and again:
+        return module, GatherAgain(residual, source)
+    if source:
+        return f"{module}.{source}", Output(residual, Replicate(), Partial())
+    return module, Input(residual, Replicate(), Partial())
+
+
+def ends_of_blocks(mesh: DeviceMesh, residual: Placement, overlap: bool) -> Plan:
     """Where attention and MLP are left: each with a reduction of its own."""
     row = LocalModule(
         {"weight": Shard(1), "bias": Replicate()},
         # With tokens sharded, each rank adds the bias to its own tokens only.
         gradients={"bias": Partial() if residual.is_shard() else Replicate()},
-        mixin=RowParallel,
+        mixin=MultipliesAndScatters if overlap else RowParallel,
         attributes={"mesh": mesh, "residual": residual},
     )
     return [

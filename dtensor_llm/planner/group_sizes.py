@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from dtensor_llm.config import Config
 from dtensor_llm.planner.parameters import (
     Group,
+    Parameter,
     Place,
     block_parameters,
     blocks_of,
@@ -14,6 +15,8 @@ from dtensor_llm.planner.parameters import (
     shards_weights,
     tp_shape,
 )
+
+TAKE_TOKENS = ("query", "key", "value", "qkv", "gate", "up")  # linears of a block
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class GroupSizes:
         gathered: all, with the padding of `fully_shard`.
         part: what a dp_shard rank has of `gathered`.
         last: those of the last parameter, whose whole gradient torch lets go of late.
-        largest: those of the largest module, weight and bias, whose gradients come together.
+        largest: the most whose gradients come together: those of a module, weight and bias, or
+            where tokens travel beside products, of all linears that take them.
     """
 
     whole: int
@@ -84,14 +88,25 @@ def group_sizes(group: Group, config: Config, place: Place) -> GroupSizes:
         gathered=padded if shards_weights(config) else numel(group, config, place),
         part=padded // shards,
         last=numel(last, config, place),
-        largest=largest_module(group, config, place),
+        largest=most_at_once(group, config, place),
     )
 
 
-def largest_module(group: Group, config: Config, place: Place) -> int:
-    names = {name.rpartition(".")[0] for name in group}
-    modules = [{n: p for n, p in group.items() if n.rpartition(".")[0] == name} for name in names]
-    return max((numel(module, config, place) for module in modules), default=0)
+def most_at_once(group: Group, config: Config, place: Place) -> int:
+    """Elements of the parameters whose gradients one step of the backward pass gives."""
+    steps: dict[str, dict[str, Parameter]] = {}
+    for name, parameter in group.items():
+        steps.setdefault(step_of_backward(name, config), {})[name] = parameter
+    return max((numel(step, config, place) for step in steps.values()), default=0)
+
+
+def step_of_backward(name: str, config: Config) -> str:
+    """The module of a parameter; the linears that take the same tokens are one with `async_tp`."""
+    module = name.rpartition(".")[0]
+    branch, _, linear = module.rpartition(".")
+    if config.parallel.async_tp and linear in TAKE_TOKENS:
+        return "linears" if config.model.parallel_block else branch
+    return module
 
 
 def numel(group: Group, config: Config, place: Place) -> int:

@@ -4,10 +4,17 @@ gloo's own reduce-scatter is an all-reduce of the whole tensor, of which each ra
 part: twice the bytes, and three more copies. Here each rank sends the others their parts and adds
 up what it gets, in the order of the ranks. gloo's all-gather goes in a ring and puts the parts one
 after another: to have them side by side along a later dim is a copy of the whole, once it is there.
-Here each part goes straight to where it belongs. To a recorder each of the two is one operation.
+Here each part goes straight to where it belongs, in as many messages as it has runs of memory. To a
+recorder each of the two is one operation.
+
+Both have a beginning and an end, and whoever has work that needs nothing of the others does it
+between the two: see `overlap`.
 """
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -15,6 +22,15 @@ from torch import Tensor
 
 # Private: torch 2.13 has no other way from a name, which is what an operator takes, to its group.
 from torch.distributed.distributed_c10d import _resolve_process_group
+
+GATHERED, SUMMED = 0, 1  # tags: what belongs to exchanges that overlap must not be mixed up
+
+LEAST_MESSAGE = 2**15
+"""Bytes of a run of memory that is worth a message of its own.
+
+Between two processes a message costs the sender and the receiver about 15 microseconds each, and to
+pack and unpack 2^15 bytes instead costs about as much.
+"""
 
 
 def reduce_scatter(
@@ -26,14 +42,10 @@ def reduce_scatter(
 
     Comm: one reduce-scatter of `x`.
     """
-    if out is None:
-        out = x.new_empty([n // group.size() if i == dim else n for i, n in enumerate(x.shape)])
-    if dist.get_backend(group) == "gloo":
-        torch.ops.dtensor_llm.reduce_scatter(out, x.contiguous(), dim, group.group_name)
-    else:
-        whole = torch.cat(x.chunk(group.size(), dim)) if dim else x
-        dist.reduce_scatter_single(out, whole.contiguous(), group=group)
-    return out
+    scatter = ReduceScatter(x.contiguous(), dim, group, out)
+    for peer in scatter.peers:
+        scatter.send(peer)
+    return scatter.wait()
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -41,71 +53,219 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
     Comm: one all-gather of the result.
     """
-    x, size = x.contiguous(), group.size()
-    if dist.get_backend(group) == "gloo":
-        whole = x.new_empty([n * size if i == dim else n for i, n in enumerate(x.shape)])
-        torch.ops.dtensor_llm.all_gather(whole, x, dim, group.group_name)
-        return whole
-    parts = x.new_empty(size * x.shape[0], *x.shape[1:])
-    dist.all_gather_single(parts, x, group=group)
-    return torch.cat(parts.chunk(size), dim) if dim else parts
+    return AllGather(x, dim, group).wait()
 
+
+class AllGather:
+    """An all-gather on its way.
+
+    Attributes:
+        whole: the parts of all ranks; this rank's is there from the beginning.
+        places: `whole`, cut into the parts.
+    """
+
+    def __init__(self, x: Tensor, dim: int, group: dist.ProcessGroup) -> None:
+        """Begin to gather the parts `x`, of equal shapes, along `dim`; does not wait.
+
+        Comm: one all-gather of `whole`.
+        """
+        x, size, own = x.contiguous(), group.size(), group.rank()
+        self.whole = x.new_empty([n * size if i == dim else n for i, n in enumerate(x.shape)])
+        self.places, peers = self.whole.chunk(size, dim), peers_of(group)
+        if dist.get_backend(group) == "gloo":
+            number = torch.ops.dtensor_llm.begin_all_gather(self.whole, x, dim, group.group_name)
+            self._travels = _on_their_way.pop(number)
+        else:
+            parts = self.whole if dim == 0 else x.new_empty(size * x.shape[0], *x.shape[1:])
+            work = dist.all_gather_single(parts, x, group=group, async_op=True)
+            self._travels = _Travels(group, dim, GATHERED, list(parts.chunk(size)))
+            self._travels.receives = {peer: [work] for peer in peers}
+        self._awaited = peers
+        self.places[own].copy_(x)  # while the others are on their way
+
+    def arrivals(self) -> Iterator[int]:
+        """The peers whose parts are not there yet, one by one, each when it is in its place."""
+        while self._awaited:
+            peer = self._awaited.pop(0)
+            part, place = self._travels.receive(peer), self.places[peer]
+            if part.data_ptr() != place.data_ptr():
+                place.copy_(part)
+            yield peer
+        self._travels.end()
+
+    def wait(self) -> Tensor:
+        """The whole, once it is there; may be called again."""
+        for _ in self.arrivals():
+            pass
+        return self.whole
+
+
+class ReduceScatter:
+    """A reduce-scatter on its way, of parts that need not be there when it begins.
+
+    Each part is sent as soon as it is computed, and last of all comes the rank's own.
+
+    Attributes:
+        parts: what is reduced, cut into the parts of all ranks.
+        peers: the other ranks of the group, in the order in which they want their parts.
+    """
+
+    def __init__(
+        self, whole: Tensor, dim: int, group: dist.ProcessGroup, out: Tensor | None = None
+    ) -> None:
+        """Begin to receive for this rank's part of `whole`, contiguous memory, cut along `dim`.
+
+        `out`, of the part's size, is where to write the sum; None takes new memory.
+
+        Comm: one reduce-scatter of `whole`.
+        """
+        self.parts, self.peers = whole.chunk(group.size(), dim), peers_of(group)
+        self._whole, self._dim, self._group = whole, dim, group
+        self._out = whole.new_empty(self.parts[0].shape) if out is None else out
+        self._number: int | None = None
+        if dist.get_backend(group) == "gloo":
+            begin = torch.ops.dtensor_llm.begin_reduce_scatter
+            self._number = begin(self._out, whole, dim, group.group_name)
+
+    def send(self, peer: int) -> None:
+        """The part for `peer` is computed: let it go."""
+        if self._number is not None:
+            torch.ops.dtensor_llm.send_part(self.parts[peer], peer, self._number)
+
+    def wait(self) -> Tensor:
+        """This rank's part of the sum, once all are there; its own is computed."""
+        if self._number is None:
+            parts = torch.cat(self.parts) if self._dim else self._whole
+            dist.reduce_scatter_single(self._out, parts, group=self._group)
+            return self._out
+        travels, own = _on_their_way.pop(self._number), self._group.rank()
+        terms = [
+            part if rank == own else travels.receive(rank) for rank, part in enumerate(self.parts)
+        ]
+        torch.add(terms[0], terms[1], out=self._out)
+        for term in terms[2:]:
+            self._out.add_(term)
+        travels.end()
+        return self._out
+
+
+def peers_of(group: dist.ProcessGroup) -> list[int]:
+    """The other ranks of the group, beginning with the next: so not all want the same one's."""
+    own, size = group.rank(), group.size()
+    return [(own + offset) % size for offset in range(1, size)]
+
+
+@dataclass
+class _Travels:
+    """The messages of one exchange.
+
+    Args:
+        group: whose ranks exchange.
+        dim: along which what they exchange is cut.
+        tag: of the messages.
+        incoming: where what comes lies, by rank; its own is not used.
+        receives: by rank.
+    """
+
+    group: dist.ProcessGroup
+    dim: int
+    tag: int
+    incoming: list[Tensor]
+    receives: dict[int, list[dist.Work]] = field(default_factory=dict)
+    sends: list[dist.Work] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Begin to receive: what comes then finds its place."""
+        for peer in peers_of(self.group):
+            parts = runs(self.incoming[peer], self.dim)
+            self.receives[peer] = [self.group.recv([run], peer, self.tag) for run in parts]
+
+    def send(self, part: Tensor, peer: int) -> None:
+        for run in runs(part, self.dim):
+            self.sends.append(self.group.send([run.contiguous()], peer, self.tag))
+
+    def receive(self, peer: int) -> Tensor:
+        """What `peer` has sent."""
+        wait_for(self.receives[peer])
+        return self.incoming[peer]
+
+    def end(self) -> None:
+        """What was sent may be written to again."""
+        wait_for(self.sends)
+        self.sends = []
+
+
+_on_their_way: dict[int, _Travels] = {}
+_numbers = itertools.count()
 
 # Operators of their own, so that whoever watches operators sees an exchange whole. What
 # `torch.library.custom_op` wraps around one costs a tenth of an exchange of 3 MB.
-SCHEMA = "(Tensor(a!) output, Tensor input, int dim, str group_name) -> ()"
-torch.library.define("dtensor_llm::reduce_scatter", SCHEMA)
-torch.library.define("dtensor_llm::all_gather", SCHEMA)
+torch.library.define(
+    "dtensor_llm::begin_all_gather",
+    "(Tensor(a!) output, Tensor input, int dim, str group_name) -> int",
+)
+torch.library.define(
+    "dtensor_llm::begin_reduce_scatter",
+    "(Tensor(a!) output, Tensor input, int dim, str group_name) -> int",
+)
+torch.library.define("dtensor_llm::send_part", "(Tensor part, int peer, int number) -> ()")
 
 
-@torch.library.impl("dtensor_llm::reduce_scatter", "default")
-def exchange_and_sum(output: Tensor, input: Tensor, dim: int, group_name: str) -> None:
-    """Write this rank's part of the sum of all ranks' `input`, cut along `dim`, into `output`."""
+@torch.library.impl("dtensor_llm::begin_all_gather", "default")
+def begin_all_gather(output: Tensor, input: Tensor, dim: int, group_name: str) -> int:
+    """Begin to write all ranks' `input` into `output`, one after another along `dim`."""
     group = _resolve_process_group(group_name)  # type: ignore[arg-type] # a str, at run time
-    own, size = group.rank(), group.size()
-    outgoing = input.chunk(size, dim)
+    places = output.chunk(group.size(), dim)
+    straight = in_place(places[0], dim)
+    incoming = [place if straight else torch.empty_like(input) for place in places]
+    travels = _Travels(group, dim, GATHERED, incoming)
+    travels.begin()
+    for peer in travels.receives:
+        travels.send(input, peer)
+    return number_of(travels)
+
+
+@torch.library.impl("dtensor_llm::begin_reduce_scatter", "default")
+def begin_reduce_scatter(output: Tensor, input: Tensor, dim: int, group_name: str) -> int:
+    """Begin to receive this rank's part of all ranks' `input`, cut along `dim`."""
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type] # a str, at run time
+    assert input.is_contiguous(), "its parts go as they lie"
+    own = group.rank()
     first = int(own == 0)  # of the others: what it sends may lie where the sum will
     incoming = [
-        x if peer == own else output if peer == first else torch.empty_like(output)
-        for peer, x in enumerate(outgoing)
+        output if peer in (own, first) else torch.empty_like(output) for peer in range(group.size())
     ]
-    wait_for(swap(outgoing, incoming, group))
-    torch.add(incoming[0], incoming[1], out=output)
-    for part in incoming[2:]:
-        output.add_(part)
+    travels = _Travels(group, dim, SUMMED, incoming)
+    travels.begin()
+    return number_of(travels)
 
 
-@torch.library.impl("dtensor_llm::all_gather", "default")
-def exchange(output: Tensor, input: Tensor, dim: int, group_name: str) -> None:
-    """Write all ranks' `input` into `output`, one after another along `dim`."""
-    group = _resolve_process_group(group_name)  # type: ignore[arg-type] # a str, at run time
-    own, size = group.rank(), group.size()
-    places = output.chunk(size, dim)
-    incoming = [x if x.is_contiguous() else torch.empty_like(input) for x in places]
-    works = swap([input] * size, incoming, group)
-    places[own].copy_(input)  # while the others are on their way
-    wait_for(works)
-    for peer, part in enumerate(incoming):
-        if peer != own and part is not places[peer]:
-            places[peer].copy_(part)
+@torch.library.impl("dtensor_llm::send_part", "default")
+def send_part(part: Tensor, peer: int, number: int) -> None:
+    """Send `peer` its part in the exchange of that number."""
+    _on_their_way[number].send(part, peer)
 
 
-def swap(
-    outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup
-) -> list[dist.Work | None]:
-    """Begin to send each other rank of `group` its outgoing tensor, and to receive its incoming.
-
-    Those are contiguous. Receives begin before anything is packed: what comes finds its place.
-    """
-    own, size = group.rank(), group.size()
-    peers = [(own + offset) % size for offset in range(1, size)]
-    receives = [dist.irecv(incoming[peer], group=group, group_src=peer) for peer in peers]
-    return receives + [
-        dist.isend(outgoing[peer].contiguous(), group=group, group_dst=peer) for peer in peers
-    ]
+def number_of(travels: _Travels) -> int:
+    """What an operator can give out in the place of `travels`."""
+    number = next(_numbers)
+    _on_their_way[number] = travels
+    return number
 
 
-def wait_for(works: Sequence[dist.Work | None]) -> None:
+def in_place(part: Tensor, dim: int) -> bool:
+    """Whether a part of a tensor cut along `dim` travels from and to where it lies."""
+    count = math.prod(part.shape[:dim])
+    return count == 1 or part.nbytes >= count * LEAST_MESSAGE
+
+
+def runs(part: Tensor, dim: int) -> list[Tensor]:
+    """The messages for a part of a tensor cut along `dim`: its runs of memory, or it as one."""
+    if math.prod(part.shape[:dim]) > 1 and in_place(part, dim):
+        return list(part.flatten(0, dim - 1))
+    return [part]
+
+
+def wait_for(works: list[dist.Work]) -> None:
     for work in works:
-        assert work is not None, "this rank is in the group"
         work.wait()

@@ -40,7 +40,8 @@ Observer = Callable[[Communication], None]
 THREADS = "threaded"  # the backend of the threads world
 
 # The operation that an operator of c10d or of its functional form is, and the argument that is the
-# whole tensor; of a functional all-gather it is one of as many equal parts as there are ranks.
+# whole tensor; of a functional or a fused all-gather it is one of as many equal parts as there are
+# ranks, and of a fused reduce-scatter it is what a matrix `B` makes the whole tensor of.
 _OPERATORS = {
     "c10d::allreduce_": ("all-reduce", "tensors"),
     "c10d::allreduce_coalesced_": ("all-reduce", "tensors"),
@@ -75,11 +76,13 @@ _OPERATORS = {
     "_c10d_functional::all_to_all_single": ("all-to-all", "input"),
     "_c10d_functional::broadcast": ("broadcast", "input"),
     "_c10d_functional::broadcast_": ("broadcast", "input"),
-    "dtensor_llm::reduce_scatter": ("reduce-scatter", "input"),
-    "dtensor_llm::all_gather": ("all-gather", "output"),
+    "symm_mem::fused_all_gather_matmul": ("all-gather", "A"),
+    "symm_mem::fused_matmul_reduce_scatter": ("reduce-scatter", "A"),
+    "dtensor_llm::begin_reduce_scatter": ("reduce-scatter", "input"),
+    "dtensor_llm::begin_all_gather": ("all-gather", "output"),
 }
 _GROUPS = ("process_group", "group_name")  # the argument; an operator without one sends nothing
-_NAMESPACES = {"c10d", "_c10d_functional", "dtensor_llm"}
+_NAMESPACES = {"c10d", "_c10d_functional", "symm_mem", "dtensor_llm"}
 
 
 class _Observers(threading.local):
@@ -140,9 +143,12 @@ def _read(operator: str, arguments: dict[str, Any]) -> Communication:
         group, parts = dist.ProcessGroup.unbox(arguments["process_group"]), 1
     else:
         group = _resolve_process_group(arguments["group_name"])
-        parts = group.size() if operation == "all-gather" and whole == "input" else 1
+        parts = group.size() if operation == "all-gather" and whole in ("input", "A") else 1
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Communication(operation, ranks, parts * _num_bytes(arguments.get(whole, ())))
+    size = parts * _num_bytes(arguments.get(whole, ()))
+    if operation == "reduce-scatter" and whole == "A":
+        size = size // arguments["A"].shape[-1] * arguments["B"].shape[-1]
+    return Communication(operation, ranks, size)
 
 
 def _num_bytes(whole: Any) -> int:

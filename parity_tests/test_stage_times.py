@@ -1,0 +1,129 @@
+"""Measured times of layers, what a cut makes of them, and the example that is cut by them."""
+
+import re
+import subprocess
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtensor_llm.planner.schedule import simulate
+from dtensor_llm.planner.stage_times import LayerTime, time_layers, times_of_stages
+from dtensor_llm.schedules.torch_orders import make_schedule
+from dtensor_llm.stages import balance
+from parity_tests.harness import ROOT, SECONDS, Script
+
+PAUSE = 0.01  # seconds
+
+
+class Pause(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_seconds)
+        return gradients[0], None, None
+
+
+class Slow(nn.Module):
+    def __init__(self, forward: int, backward: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.pauses = forward * PAUSE, backward * PAUSE
+        self.taken: list[Tensor] = []
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.taken.append(x)
+        return Pause.apply(self.linear(x) * scale, *self.pauses)
+
+
+def test_each_layer_has_its_own_time() -> None:
+    """A pause takes at least its time; here no layer has another's."""
+    layers = [Slow(1, 3), Slow(5, 1), Slow(1, 1)]
+    times = time_layers(layers, torch.ones(1, 2), loss=torch.sum, repeats=3)
+    for layer, found in zip(layers, times, strict=True):
+        assert found.forward >= layer.pauses[0]
+        assert found.backward >= layer.pauses[1]
+        assert found.whole == found.forward + found.backward
+    assert times[1].forward > times[0].forward and times[1].forward > times[2].forward
+    assert times[0].backward > times[1].backward and times[0].backward > times[2].backward
+
+
+def test_layers_are_timed_as_stages_and_left_as_they_were() -> None:
+    layers, batch = [Slow(0, 0), Slow(0, 0)], torch.ones(1, 2)
+    time_layers(layers, batch, loss=torch.sum, context={"scale": 2.0}, repeats=2)
+    first, second = layers
+    assert len(first.taken) == 3  # one round is not counted
+    assert not any(x.requires_grad for x in first.taken)
+    assert all(x.is_leaf and x.requires_grad for x in second.taken)
+    assert torch.equal(second.taken[0], first.linear(batch) * 2.0)
+    assert all(p.grad is None for layer in layers for p in layer.parameters())
+
+
+def test_time_of_the_loss_is_the_last_layers() -> None:
+    slow = Slow(5, 5)
+    layers = [Slow(0, 0), Slow(0, 0)]
+    first, last = time_layers(layers, torch.ones(1, 2), loss=lambda x: slow(x).sum(), repeats=3)
+    assert last.forward >= 5 * PAUSE > first.forward
+    assert last.backward >= 5 * PAUSE > first.backward
+
+
+def test_cut_by_measured_times_is_the_fastest_of_all_by_simulation() -> None:
+    """Of two stages: here every cut is tried."""
+    times = [LayerTime(f, 2.0 * f) for f in (1, 4, 4, 4, 4, 1, 2, 2, 2, 2, 1)]
+    schedule = make_schedule("1f1b", num_ranks=2, num_microbatches=8)
+
+    def makespan(end: int) -> float:
+        cut = (range(end), range(end, len(times)))
+        return simulate(schedule, times_of_stages(times, cut)).makespan
+
+    best = balance(tuple(t.whole for t in times), 2)
+    fastest = min(range(1, len(times)), key=makespan)
+    assert best == (range(fastest), range(fastest, len(times)))
+    assert makespan(best[0].stop) < 0.9 * makespan(balance((1,) * len(times), 2)[0].stop)
+
+
+def test_times_of_stages_are_sums() -> None:
+    times = [LayerTime(1, 2), LayerTime(3, 4), LayerTime(5, 6)]
+    found = times_of_stages(times, [range(2), range(2, 3)], transfer=0.5)
+    assert (found.forward, found.backward_input, found.transfer) == ([4, 5], [6, 6], 0.5)
+    assert found.backward_weight == [0, 0]
+
+
+run = partial(subprocess.run, capture_output=True, text=True, timeout=2 * SECONDS)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_two_towers_equal_one_device(stages: int) -> None:
+    line = f"--stages {stages} --microbatches {stages} --parity-only"
+    done = run([sys.executable, str(ROOT / "scripts" / "two_towers.py"), *line.split()])
+    assert done.returncode == 0, done.stderr
+    (error,) = re.findall(r"^largest error .* float64: (\S+) of 1e-12$", done.stdout, re.MULTILINE)
+    assert float(error) < 1e-12
+
+
+def test_two_towers_are_timed() -> None:
+    """Here the script must only run: how close it comes depends on what else the machine does."""
+    line = "--microbatches 2 --rounds 1 --sleep --bound 0"
+    done = run([sys.executable, str(ROOT / "scripts" / "two_towers.py"), *line.split()])
+    assert done.returncode == 1, done.stderr
+    assert "NOT within 0%" in done.stdout
+    row = r"^(equal numbers|by the clock) +\S+ +(\S+), (\S+) +\S+ +\S+$"
+    rows = re.findall(row, done.stdout, re.MULTILINE)
+    slowest = {name: max(float(first), float(second)) for name, first, second in rows}
+    assert slowest["by the clock"] <= slowest["equal numbers"]
+
+
+@pytest.mark.parametrize("line", ["--stages 1", "--stages 9", "--stages 4 --microbatches 2"])
+def test_two_towers_refuse_what_cannot_be(line: str, script: Script) -> None:
+    done = script("two_towers.py", line)
+    assert done.returncode == 2
+    assert "2 stages at least" in done.stderr

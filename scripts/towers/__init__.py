@@ -1,0 +1,1 @@
+"""What two_towers.py cuts into pipeline stages."""
