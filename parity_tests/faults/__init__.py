@@ -19,6 +19,7 @@ from parity_tests.faults import (
     randomness,
     reduction,
     rows,
+    stages,
 )
 from parity_tests.faults.fault import FAULTS, KINDS, Check, Fault
 
@@ -39,4 +40,5 @@ __all__ = [
     "randomness",
     "reduction",
     "rows",
+    "stages",
 ]
