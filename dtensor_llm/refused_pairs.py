@@ -61,12 +61,6 @@ class RefusedPair(Enum):
         "--ddp",
         "DistributedDataParallel does not hear of gradients of the weights alone",
     )
-    SPLIT_AND_ASYNC_TP = (
-        "a schedule that splits the backward",
-        "--async-tp",
-        "gradients of the weights are what runs beside an exchange of the backward pass, and they "
-        "are put off",
-    )
     PP = "pp", "fewer --layers", "each stage takes at least one block"
     COUNTS_AND_PP = "--stage-layers", "pp of another number", "each stage has a count of blocks"
     COUNTS_AND_LAYERS = (

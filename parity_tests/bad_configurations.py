@@ -902,15 +902,6 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
     ),
     (
         ALONE,
-        "--mesh 2x2x1 --schedule zbv --async-tp",
-        [
-            "--async-tp with --schedule zbv: gradients of the weights are what runs beside an "
-            "exchange of the backward pass, and they are put off; leaving --async-tp out, or "
-            "--schedule 1f1b, would do"
-        ],
-    ),
-    (
-        ALONE,
         "--mesh 1x2x2 --schedule zbv --reshard-after-forward",
         [
             "--reshard-after-forward with --schedule zbv: torch's gradients of the "

@@ -39,7 +39,7 @@ Values = dict[str, Any]
 RANKS = {1: 3, 2: 6, 3: 4, 4: 9, 5: 1, 6: 7, 7: 1, 8: 12, 9: 1, 10: 1, 12: 2, 14: 1, 15: 1, 16: 2}
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 MASKS = ("none", "even", "uneven", "empty rank", "empty microbatch", "empty step")
-SHARE_OF_UNRULY = 0.35
+SHARE_OF_UNRULY = 0.33
 LEAST_WIDTH = 6  # with 2 or 3 numbers to normalize, the variance is often next to nothing
 
 NOT_DRAWN = {

@@ -30,6 +30,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gathered again, 2x2x2": ("2x2x2", {"gather_again": True, "fused_qkv": True}),
     "gathered again, parallel blocks": ("2x1x2", {"gather_again": True, "parallel_block": True}),
     "overlapped": ("2x1x1", {"async_tp": True, "micro_batch_size": 2}),
+    "overlapped, split backward": (
+        "2x2x1",
+        {"async_tp": True, "schedule": "zbv", "layers": 4, "micro_batch_size": 1},
+    ),
+    "overlapped, split backward, parallel blocks": (
+        "2x2x1",
+        {
+            "async_tp": True,
+            "schedule": "interleaved-zero-bubble",
+            "layers": 4,
+            "micro_batch_size": 1,
+            "parallel_block": True,
+            "gather_again": True,
+        },
+    ),
     "overlapped, copied heads": ("4x1x2", {"async_tp": True, "kv_heads": 2}),
     "overlapped, 2x2x2": ("2x2x2", {"async_tp": True, "gather_again": True, "fused_qkv": True}),
     "overlapped, parallel blocks": ("3x1x1", {"async_tp": True, "parallel_block": True, **THREES}),

@@ -190,7 +190,7 @@ def layers_can_be_cut_into_stages(config: Config, _: Surroundings) -> Iterator[s
         yield from split_problems(config)
 
 
-def split_backward_has_its_way(config: Config, _: Surroundings) -> Iterator[str]:
+def split_backward_finds_its_weights(config: Config, _: Surroundings) -> Iterator[str]:
     parallel = config.parallel
     if not fits(config) or not pipeline.splits_backward(config):
         return
@@ -206,11 +206,6 @@ def split_backward_has_its_way(config: Config, _: Surroundings) -> Iterator[str]
         yield (
             f"--ddp with {flag}: {RefusedPair.SPLIT_AND_DDP.reason}; leaving --ddp out, or {cure}, "
             "would do"
-        )
-    if parallel.async_tp:
-        yield (
-            f"--async-tp with {flag}: {RefusedPair.SPLIT_AND_ASYNC_TP.reason}; leaving --async-tp "
-            f"out, or {cure}, would do"
         )
 
 
@@ -235,10 +230,10 @@ PIPELINE_RULES = (
         ),
     ),
     Rule(
-        split_backward_has_its_way,
+        split_backward_finds_its_weights,
         frozenset(
             {"schedule", "schedule_csv", "stages_per_rank", "mesh"}
-            | {"zero", "ddp", "reshard_after_forward", "async_tp"}
+            | {"zero", "ddp", "reshard_after_forward"}
         ),
     ),
 )

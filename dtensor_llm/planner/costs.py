@@ -32,10 +32,12 @@ from collections.abc import Callable
 from dtensor_llm.config import Config
 from dtensor_llm.mesh import TP_COPIES
 from dtensor_llm.planner.grid_costs import (
+    blocks_again,
     grid_gradients,
     grid_norms,
     grid_products,
     grid_tables,
+    head_again,
 )
 from dtensor_llm.planner.parameters import (
     Parameter,
@@ -99,6 +101,18 @@ def tensor_parallel_blocks(config: Config, place: Place) -> list[Traffic]:
     parallel block do so together: half as many."""
     block = config.model.norms_per_block * (enter(config) + leave(config))
     return times(config.microbatches * num_blocks(config, place), block)
+
+
+def repeated_exchanges(config: Config, place: Place) -> list[Traffic]:
+    """With `async_tp`: a split backward does all of the products' backward a second time."""
+    if not config.parallel.async_tp:
+        return []
+    scatter = over(config, "reduce-scatter", ("tp",), activation(config))
+    gather = over(config, "all-gather", ("tp",), activation(config))
+    entry = scatter + gather * config.parallel.gather_again
+    end = [] if config.model.parallel_block else gather  # there no product is left
+    found = times(blocks_again(config, place), config.model.norms_per_block * (entry + end))
+    return found + times(is_last(config, place) * head_again(config, place), entry)
 
 
 def tensor_parallel_embedding(config: Config, place: Place) -> list[Traffic]:
@@ -245,6 +259,7 @@ def loss_and_norm(config: Config, _: Place) -> list[Traffic]:
 
 PURPOSES: dict[str, Callable[[Config, Place], list[Traffic]]] = {
     "blocks, tensor parallel": tensor_parallel_blocks,
+    "products, done twice": repeated_exchanges,
     "embedding, tensor parallel": tensor_parallel_embedding,
     "head, tensor parallel": tensor_parallel_head,
     "loss, vocabulary parallel": vocabulary_parallel_loss,
