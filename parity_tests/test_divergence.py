@@ -29,6 +29,7 @@ from reference.training import train as train_reference
 
 # What is planted, the phase in which it must be found, and what must be guessed.
 CASES = {
+    "second_copy_is_left_behind": ("forward", ""),
     "row_parallel_reduction_dropped": ("forward", "the reduction over tp is missing"),
     "row_bias_added_by_every_rank": ("forward", "the bias counts 2 times"),
     "parallel_block_reduced_twice": ("forward", "2 times what is right, throughout: tp"),
@@ -166,6 +167,8 @@ def test_no_divergence_without_a_fault() -> None:
         ("tp=2x2,pp=2", {"dropout": 0.1, **LLAMA}),
         ("2x2x2", {"dropout": 0.1, "zero": 1}),
         ("dp_replicate=2,dp_shard=2", {"micro_batch_size": 1, "zero": 2}),
+        ("1x2x2", {"schedule": "zbv", "layers": 5, "micro_batch_size": 1}),
+        ("2x2x1", {"schedule": "interleaved-1f1b", "layers": 5, "tied_embeddings": False}),
     ],
 )
 def test_nothing_differs_in_a_step_without_a_fault(mesh: str, options: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from parity_tests.harness import ROOT
 
 forward, backward = partial(fault, "forward"), partial(fault, "backward")
 reduction, randomness = partial(fault, "reduction"), partial(fault, "randomness")
-data = partial(fault, "data")
+data, update = partial(fault, "data"), partial(fault, "optimizer")
 
 BACKWARDS_PARTLY_SPLIT = str(ROOT / "parity_tests" / "schedule_partly_split.csv")
 
@@ -233,6 +233,28 @@ def copy_on_the_same_rank_not_added() -> Iterator[None]:
             return take(self)
 
     with patch.object(Optimizer, "take_gradients", wrong):
+        yield
+
+
+@update(
+    "pipeline_parallel",
+    "1x2x2",
+    "loss",
+    sabotaged="head",
+    symptom="The first step is right; from then on the head is that of the beginning.",
+    schedule="zbv",
+    layers=4,
+    micro_batch_size=1,
+)
+def second_copy_is_left_behind() -> Iterator[None]:
+    """Of a tied embedding that a rank holds twice, the head's copy is not updated."""
+    step = Optimizer.step
+
+    def wrong(self: Optimizer, *args: Any) -> Any:
+        with patch.object(self, "copies", {}):
+            return step(self, *args)
+
+    with patch.object(Optimizer, "step", wrong):
         yield
 
 
