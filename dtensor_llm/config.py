@@ -286,6 +286,11 @@ class ParallelConfig:
         asked = self.reshard_after_forward
         return self.mesh.pp == 1 if asked is None else asked
 
+    @property
+    def reduces_each_microbatch(self) -> bool:
+        """At ZeRO stages 1 and 2; to share rows with no other rank is to send nothing for it."""
+        return self.mesh.dp_shard == 1 or (self.zero == 2 and not self.defer_reduce)
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -333,7 +338,7 @@ class RunConfig:
         minimum=1,
     )
     metrics: str | None = option(
-        None, "file for one JSON line per step", metavar="FILE", follows="no file"
+        None, "new or empty file for a JSON line per step", metavar="FILE", follows="no file"
     )
 
 

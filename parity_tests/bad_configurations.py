@@ -492,6 +492,30 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
     ),
     (
         ALONE,
+        "--mesh tp=2x3",
+        [
+            "mesh tp=2x3: each step of a product broadcasts one row and one column of blocks, so "
+            "there must be as many rows as columns, and 2 is not 3; tp=2x2 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh tp=3x5 --heads 4 --global-batch-size 63",
+        [
+            "mesh tp=3x5: each step of a product broadcasts one row and one column of blocks, so "
+            "there must be as many rows as columns, and 3 is not 5; tp=2x2 or 4x4 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh tp=2x3 --heads 1",
+        [
+            "mesh tp=2x3: each step of a product broadcasts one row and one column of blocks, so "
+            "there must be as many rows as columns, and 2 is not 3; tp=1 would do",
+        ],
+    ),
+    (
+        ALONE,
         "--mesh tp=3x3 --global-batch-size 63",
         [
             "tp=3x3 must divide --heads, --ffn-width into 3: --heads 8 / 3 leaves 2 (a rank takes "
