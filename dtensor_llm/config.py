@@ -5,6 +5,7 @@ flags and `--help` from them, `checks.py` checks the ranges and everything that 
 """
 
 from dataclasses import dataclass, field
+from textwrap import indent
 from typing import Any
 
 from dtensor_llm.mesh_sizes import MeshSizes
@@ -18,7 +19,7 @@ class ConfigError(ValueError):
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        lines = [f"  - {problem}" for problem in problems]
+        lines = [f"  - {indent(problem, '    ')[4:]}" for problem in problems]
         super().__init__("\n".join([f"{count} in the configuration:", *lines]))
 
 

@@ -94,7 +94,6 @@ class Optimizer:
         for name, copy in self.copies.items():
             assert copy.grad is not None, f"the copy of {name} has no gradient"
             parts[name].add_(local_tensor(copy.grad))
-            copy.grad = None
         return parts
 
     def step(self, learning_rate: float) -> None:

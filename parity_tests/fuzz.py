@@ -129,6 +129,8 @@ def draw(seed: int, index: int) -> Case:
     values |= draw_model(random, values["mesh"], pipeline.num_stages)
     values |= draw_batch(random, values["mesh"], pipeline.microbatches)
     values |= draw_data_parallel(random, values)
+    if pipeline.values["schedule"] in SPLIT and random.random() < 0.9:
+        values |= {"async_tp": False, "reshard_after_forward": None}
     if random.random() < SHARE_OF_UNRULY:
         for name in random.sample(list(UNRULY), random.choice((1, 2))):
             values |= UNRULY[name](random, values)
@@ -384,7 +386,8 @@ UNRULY: dict[str, Redraw] = {
     "microbatches": unfit_microbatches,
     "stages_per_rank": number("stages_per_rank", 1, 3),
     "schedule_csv": lambda random, values: {
-        "schedule_csv": draw_file(random, random.choice((2, values["mesh"].pp)), 3, 3)
+        "schedule_csv": draw_file(random, random.choice((2, values["mesh"].pp)), 3, 3),
+        "stages_per_rank": random.choice((None, 2)),
     },
     "stage_layers": lambda random, _: random.choice(
         (

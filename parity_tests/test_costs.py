@@ -260,7 +260,11 @@ def test_counted_is_predicted_tied_and_untied(mesh: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["2x2x2", "1x2x3", "hybrid and tp", "hybrid, replicated", "grid", "overlapped, 2x2x2"]
+    "case",
+    [
+        *("2x2x2", "1x2x3", "hybrid and tp", "hybrid, replicated", "grid", "overlapped, 2x2x2"),
+        *("zbv, zero 2", "dualpipev"),
+    ],
 )
 def test_processes_and_threads_record_the_same_calls(case: str) -> None:
     """In the same order, on every rank: of torch's own groups a dispatch mode sees them."""

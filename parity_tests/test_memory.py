@@ -1,5 +1,6 @@
 """Memory: what lives at rest and at the peak of a step is what the closed form says, exactly."""
 
+import gc
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -23,6 +24,7 @@ from dtensor_llm.planner.memory import (
     model_states,
 )
 from dtensor_llm.planner.parameters import Place
+from dtensor_llm.schedules.kinds import NAMES
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
 from parity_tests.harness import LLAMA, SECONDS, batches_for, small_config
@@ -107,6 +109,10 @@ def measure_all(config: Config) -> list[Measured]:
     return threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)
 
 
+FIVE = {"layers": 5, "micro_batch_size": 1}
+ONE = {"layers": 5, "micro_batch_size": 4}
+FILE, FILED = "parity_tests/schedule_of_two_ranks.csv", {"layers": 5, "global_batch_size": 6}
+DDP = {"zero": 0, "ddp": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero 1": ("1x1x2", {"zero": 1, "layers": 3}),
     "zero 1, microbatches": ("1x1x4", {"zero": 1, "micro_batch_size": 1}),
@@ -197,6 +203,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "grid, zero 3": ("tp=2x2,dp=2", {"vocab_size": 57}),
     "hybrid and tp": ("dp_replicate=2,dp_shard=2,tp=2", {}),
+    "interleaved 1f1b, replicated": ("1x2x2", {"schedule": "interleaved-1f1b", **FIVE, "zero": 0}),
+    "interleaved 1f1b, ddp": ("1x2x2", {"schedule": "interleaved-1f1b", **FIVE, **DDP}),
+    "interleaved 1f1b, zero 1": ("1x2x2", {"schedule": "interleaved-1f1b", **FIVE, "zero": 1}),
+    "interleaved 1f1b, zero 2": ("1x2x2", {"schedule": "interleaved-1f1b", **FIVE, "zero": 2}),
+    "interleaved 1f1b, zero 3": ("1x2x2", {"schedule": "interleaved-1f1b", **FIVE}),
+    "looped bfs, zero 3": ("1x2x2", {"schedule": "looped-bfs", **FIVE}),
+    "looped bfs, zero 2, one microbatch": ("1x2x2", {"schedule": "looped-bfs", **ONE, "zero": 2}),
+    "four stages a rank, zero 3": (
+        "1x2x2",
+        {"schedule": "interleaved-1f1b", **FIVE, "layers": 9, "stages_per_rank": 4},
+    ),
+    "interleaved zero bubble, zero 2": (
+        "1x2x2",
+        {"schedule": "interleaved-zero-bubble", **FIVE, "zero": 2},
+    ),
+    "interleaved zero bubble, zero 3": ("1x2x2", {"schedule": "interleaved-zero-bubble", **FIVE}),
+    "zbv": ("1x4x1", {"schedule": "zbv", "layers": 9, "micro_batch_size": 1}),
+    "zbv, replicated": ("1x2x2", {"schedule": "zbv", **FIVE, "zero": 0}),
+    "zbv, zero 1": ("1x2x2", {"schedule": "zbv", **FIVE, "zero": 1}),
+    "zbv, zero 2": ("1x2x2", {"schedule": "zbv", **FIVE, "zero": 2}),
+    "zbv, zero 3": ("2x2x2", {"schedule": "zbv", **FIVE}),
+    "zbv, zero 3, untied": ("1x2x2", {"schedule": "zbv", **FIVE, "tied_embeddings": False}),
+    "zbv, zero 2, one microbatch": ("1x2x2", {"schedule": "zbv", **ONE, "zero": 2}),
+    "dualpipev, zero 2": ("1x2x2", {"schedule": "dualpipev", **FIVE, "zero": 2}),
+    "dualpipev, zero 3": ("1x2x2", {"schedule": "dualpipev", **FIVE}),
+    "from a file, zero 1": ("1x2x2", {"schedule_csv": FILE, **FILED, "zero": 1}),
+    "from a file, zero 2": ("1x2x2", {"schedule_csv": FILE, **FILED, "zero": 2}),
+    "from a file, zero 3": ("1x2x2", {"schedule_csv": FILE, **FILED}),
 }
 
 
@@ -248,6 +282,43 @@ def test_activations_are_those_of_the_schedule() -> None:
     )
     assert gpipe[0].other > 2.5 * one_f_one_b[0].other
     assert one_f_one_b[0].other > 1.2 * one_f_one_b[1].other
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_leave_nothing_behind(name: str) -> None:
+    """Not even until a garbage collection. A float32 counter of a gradient comes and goes."""
+    config = small_config("1x2x1", schedule=name, layers=5, micro_batch_size=1)
+
+    def main(world: World) -> list[int]:
+        batches, held = batches_for(config), []
+        with LiveBytes() as live:
+            trainer = Trainer(config, world)
+            batch = batches.batch(0, trainer.samples)
+            for step in range(4):
+                trainer.evaluate(iter([batch]))
+                trainer.step(step, batch.tokens, batch.labels)
+                live.restart()
+                held.append(sum(live.now().values()))
+        return held
+
+    gc.disable()
+    try:
+        ranks = threads.run(2, main, timeout=SECONDS)
+    finally:
+        gc.enable()
+    for held in ranks:
+        assert max(held) - min(held) < 64, held
+
+
+def test_activations_of_1f1b_do_not_grow_with_the_microbatches() -> None:
+    """But for the batch itself: tokens, labels and places of each sequence."""
+
+    def peaks(m: int) -> list[int]:
+        sizes = {"global_batch_size": m, "micro_batch_size": 1}
+        return [rank.other for rank in measure_all(small_config("1x2x1", layers=4, **sizes))]
+
+    for few, many in zip(peaks(8), peaks(24), strict=True):
+        assert many - few <= 16 * (2 * 8 + 4) * 8, "int64 numbers of 16 sequences of 8 tokens"
 
 
 def test_buffers_are_those_of_data_parallelism() -> None:

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from dtensor_llm.pipeline import placement
 from dtensor_llm.plan import local_tensor
+from dtensor_llm.planner.memory import at_rest
+from dtensor_llm.planner.parameters import Place
 from dtensor_llm.planner.pipeline_costs import schedule_of
+from dtensor_llm.planner.placements import plan_stages
 from dtensor_llm.schedules.csv_files import write_csv
 from dtensor_llm.schedules.kinds import LOOP, NAMES, V_SHAPED
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
+from parity_tests import fuzz
 from parity_tests.harness import (
     LLAMA,
     SECONDS,
@@ -187,6 +191,37 @@ def test_tied_copies_stay_bitwise_equal(name: str, zero: int | None) -> None:
         copies = [copy for rank in by_rank[shard::dp] for copy in rank]
         assert len(copies) == 2
         assert torch.equal(*copies)
+
+
+@pytest.mark.parametrize("m", [1, 3, 5, 7])
+def test_gpipe_takes_any_number_of_microbatches(m: int) -> None:
+    report = parity(small_config("1x4x1", schedule="gpipe", layers=4, **of_microbatches(m)))
+    assert report.passed, report
+
+
+def of_microbatches(m: int) -> dict[str, int]:
+    return {"global_batch_size": m, "micro_batch_size": 1}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_microbatch_without_a_label(name: str) -> None:
+    """Of no other one are labels taken in its place; counts of the others differ, too."""
+    config = small_config("1x2x1", schedule=name, layers=4, **of_microbatches(4), check_parity=True)
+    report = fuzz.parity_of(fuzz.Case(0, 0, config, "empty microbatch"))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_plan_has_what_the_memory_forms_say(zero: int) -> None:
+    """Of a V whose first rank has the tied embedding twice, or two stages share it."""
+    config = small_config("1x2x2", schedule="zbv", layers=4, vocab_size=60, zero=zero)
+    for pp, plan in enumerate(plan_stages(config)):
+        assert plan.weight_bytes == at_rest(config, Place(pp=pp)).weights
+        names = [parameter.name for parameter in plan.parameters]
+        assert ("head.weight" in names) == (pp == 0 and zero in (0, 3))
+    blocks = ["blocks.0.mlp.up.weight", "blocks.3.mlp.up.weight"]
+    first = plan_stages(config)[0].parameters
+    assert [p.name for p in first if p.name.endswith("up.weight")] == blocks
 
 
 def test_placement() -> None:

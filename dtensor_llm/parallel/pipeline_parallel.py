@@ -83,8 +83,11 @@ def cut(model: GPT, config: Config, rank: int) -> list[GPT]:
 class Stage(PipelineStage):
     """torch's stage, which also tells when gradients came without autograd adding them up.
 
-    And in evaluation, torch 2.13 asks for gradients that there are not where two neighbour stages
-    are on one rank.
+    Two things of torch 2.13 are mended. It keeps room for what all microbatches receive, and what
+    it has received, from the first step on: here there is room from the receive to the use, so that
+    1F1B holds as much whatever the number of microbatches; an evaluation keeps nothing that has
+    been sent or used. And where two neighbour stages are on one rank, an evaluation would ask for
+    gradients that there are not.
     """
 
     def __init__(self, *args: Any, on_weights: Callable[[], None], **kwargs: Any) -> None:
@@ -97,12 +100,77 @@ class Stage(PipelineStage):
         if self.has_backward and not self.is_first:  # torch does all of the first stage's at once
             self.on_weights()
 
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_forward_infra(*args, **kwargs)
+        for received in self.args_recv_info.values():
+            let_go(received)
+        return prepared
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_backward_infra(*args, **kwargs)
+        for received in self.grad_recv_info.values():
+            let_go(received)
+        return prepared
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        make_room(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward:
+            make_room(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        let_go(self.args_recv_info[fwd_chunk_id])
+        homes = self.stage_index_to_group_rank
+        sends = not self.is_last and homes[self.stage_index + 1] != self.group_rank
+        if not self.has_backward:
+            outputs, _ = self.fwd_cache.pop(fwd_chunk_id)
+            self.fwd_cache[fwd_chunk_id] = outputs if sends else (), []
+        return output
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        if not self.has_backward:
+            self.fwd_cache.pop(fwd_chunk_id)
+        return operations
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        let_go(self.grad_recv_info.get(bwd_chunk_id, ()))
+        if self.has_backward and loss is not None:
+            loss.detach_()  # it is kept, and its graph would keep the input
+
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+def make_room(received: Sequence[Any], device: torch.device) -> None:
+    """Buffers for what a microbatch is to receive."""
+    for each in received:
+        if not each.is_root_arg:
+            meta = each.tensor_meta
+            each.buffer = torch.empty_strided(
+                meta.shape, meta.stride, dtype=meta.dtype, device=device
+            )
+
+
+def let_go(received: Sequence[Any]) -> None:
+    """Whoever has taken what was received keeps it as long as it is needed."""
+    for each in received:
+        each.buffer = None
 
 
 def make_schedule(

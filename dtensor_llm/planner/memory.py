@@ -25,7 +25,6 @@ from fractions import Fraction
 
 from dtensor_llm.config import Config
 from dtensor_llm.planner.group_sizes import (
-    GroupSizes,
     StageSizes,
     group_sizes,
     head_parameters,
@@ -83,33 +82,26 @@ def at_rest(config: Config, place: Place) -> Roles:
     The `model_states` of its parts, which may be uneven, but for four things: messages pad the rows
     of gradients, and `fully_shard` those of weights; AdamW counts the steps of each parameter; at
     the end of a step stage 1, too, has freed all gradients but the rank's own; and a second copy of
-    a tied weight has no more than itself.
+    a tied weight has no optimizer state.
     """
     train, found = config.train, groups(config, place)
-    size, copies = train.element_size, second_copies(config, place)
+    size = train.element_size
     stepped = [p for group in found for p in group.values() if not p.is_copy]
     own = [math.prod(owned_shape(p, config, place)) for p in stepped]
     states = model_states(
         config.parallel.zero,
-        sum(numel(group, config, place) for group in found) - copies.whole,
+        sum(numel(group, config, place) for group in found),
         sum(own),
         Roles(size, size, train.num_moments * size),
     )
     padded = sum(group_sizes(group, config, place).part for group in found)
-    gradients = (padded - copies.part) * size if config.parallel.zero > 0 else states.gradients
+    gradients = padded * size if config.parallel.zero > 0 else states.gradients
     counters = sum(elements > 0 for elements in own) if train.optimizer == "adamw" else 0
-    whole = states.weights + copies.whole * size
     return Roles(
-        weights=padded * size if shards_weights(config) else whole,
+        weights=padded * size if shards_weights(config) else states.weights,
         gradients=gradients,
-        optimizer=states.optimizer + counters * BYTES_OF_COUNTER,
+        optimizer=train.num_moments * size * sum(own) + counters * BYTES_OF_COUNTER,
     )
-
-
-def second_copies(config: Config, place: Place) -> GroupSizes:
-    """What the rank holds of the tied embedding a second time."""
-    found = {n: p for group in groups(config, place) for n, p in group.items() if p.is_copy}
-    return group_sizes(found, config, place)
 
 
 def at_peak(config: Config, place: Place) -> Roles:

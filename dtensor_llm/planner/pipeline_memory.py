@@ -46,7 +46,8 @@ def most_gathered_of_stages(config: Config, place: Place) -> int:
     whole: set[int] = set()
     most = 0
     for moment in moments(schedule_of(config).programs[place.pp]):
-        whole = whole - set(moment.freed) | set(moment.gathered)
+        # What is gathered ahead is in its message until it is used.
+        whole = whole - set(moment.freed) | {action.stage for action in moment.step}
         most = max(most, sum(gathered[stage] for stage in whole))
     return most
 

@@ -6,7 +6,7 @@ the DTensors, and the optimizer's share off the tensors that it steps on.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 
@@ -30,8 +30,9 @@ class PlacedParameter:
     """One parameter, as one rank holds it.
 
     Args:
-        name: in the whole model; a tied weight has the name of the embedding on both stages.
-        stage: the coordinate on pp.
+        name: in the whole model; a tied weight has the name of the embedding on both stages, and on
+            one rank that holds it twice the second one that of the head.
+        stage: the coordinate on pp, whose rank may have several stages of the pipeline.
         shape: of the whole parameter.
         placements: {axis: placement}, of axes that its DTensor has; along the others the ranks hold
             the same elements.
@@ -40,6 +41,7 @@ class PlacedParameter:
         smallest, largest: local shapes of the ranks of the stage that hold least and most.
         dtype: of weight, gradient and moments.
         num_stepped: elements that this rank's optimizer steps on: those of the reduced gradient.
+        is_copy: the second one on its rank, which follows the first without an optimizer.
     """
 
     name: str
@@ -52,6 +54,7 @@ class PlacedParameter:
     largest: Shape
     dtype: torch.dtype
     num_stepped: int
+    is_copy: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -85,12 +88,12 @@ class RankPlan:
     @property
     def num_parameters(self) -> int:
         """Elements of the stage's parameters, over all of its ranks, each once."""
-        return sum(num_elements(p.shape) for p in self.parameters)
+        return sum(num_elements(p.shape) for p in self.parameters if not p.is_copy)
 
     @property
     def stage_bytes(self) -> int:
         """Of one copy of the stage's weights."""
-        return sum(p.num_bytes for p in self.parameters)
+        return sum(p.num_bytes for p in self.parameters if not p.is_copy)
 
     @property
     def weight_bytes(self) -> int:
@@ -137,6 +140,9 @@ def read_placements(config: Config, world: World) -> RankPlan:
         read_parameter(name, weight, coordinates["pp"], shards[name])
         for name, weight in placed.model.weights().items()
     ]
+    for weight in placed.model.copies().values():
+        copy = read_parameter("head.weight", weight, coordinates["pp"], torch.empty(0))
+        parameters.append(replace(copy, is_copy=True))
     return RankPlan(config, world.rank, coordinates, parameters)
 
 

@@ -144,7 +144,9 @@ class Meeting:
         Raises:
             MismatchError: the two sides' tensors do not fit.
         """
-        event = Event(lambda: self._describe_message(mine, sending))
+        peer = target if sending else source
+        # Not of the message, which holds the event: its tensor would live in a cycle.
+        event = Event(lambda: self._describe_message(tensor, peer, tag, sending))
         mine = Message(tensor, source, target, tag, event)
         with self.scheduler.lock:
             self.scheduler.check()
@@ -168,12 +170,11 @@ class Meeting:
         self.scheduler.fire(sent.event)
         self.scheduler.fire(received.event)
 
-    def _describe_message(self, message: Message, sending: bool) -> str:
-        peer = message.target if sending else message.source
+    def _describe_message(self, tensor: Tensor, peer: int | None, tag: int, sending: bool) -> str:
         where = "any rank" if peer is None else f"rank {self.ranks[peer]}"
         return (
             f"{where} to {'receive' if sending else 'send'} "
-            f"{describe_tensor(message.tensor)}, tag {message.tag}, in {self}"
+            f"{describe_tensor(tensor)}, tag {tag}, in {self}"
         )
 
 

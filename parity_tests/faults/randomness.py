@@ -30,7 +30,9 @@ def filling(
     fill = parallelize.initialize
 
     def wrong(model: GPT, seed: int) -> None:
-        told = SimpleNamespace(weights=lambda: weights(model), config=config(model))
+        told = SimpleNamespace(
+            weights=lambda: weights(model), copies=model.copies, config=config(model)
+        )
         fill(told, seed)  # type: ignore[arg-type] # what it reads of a GPT
 
     return patch.object(parallelize, "initialize", wrong)
