@@ -135,6 +135,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "pp=2,dp_replicate=2",
         {"zero": 2, "schedule": "gpipe", "micro_batch_size": 4, "layers": 3},
     ),
+    "copies alone, zero 1, stages in a V": (
+        "pp=2,dp_replicate=2",
+        {"zero": 1, "layers": 4, "schedule": "zbv", "stages_per_rank": 2, "micro_batch_size": 1},
+    ),
     "pipeline, zero 1": ("1x2x2", {"zero": 1}),
     "pipeline, zero 2": ("1x2x2", {"zero": 2, "layers": 3}),
     "2x1x2, zero 1": ("2x1x2", {"zero": 1}),
