@@ -44,13 +44,33 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser_beside_flags(description: str | None) -> argparse.ArgumentParser:
-    """For what a script reads itself, which takes the flags of a run too (parse_known_args)."""
+    """For what a script reads itself, which takes the flags of a run too: `parse_beside_flags`."""
     return argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         epilog="All flags of train_gpt.py are taken too: see its --help.",
     )
+
+
+def parse_beside_flags(
+    parser: argparse.ArgumentParser, argv: Sequence[str], *, refused: Iterable[str] = ()
+) -> tuple[argparse.Namespace, list[str]]:
+    """What the script reads itself, and what is left: flags of a run, for `parse_command_line`.
+
+    A flag that is a slip of the script's own, and one of those `refused` since the script does not
+    do what they ask for, ends the program.
+    """
+    asked, left = parser.parse_known_args(join_values(argv))
+    names = [word.partition("=")[0] for word in left if word.startswith("-")]
+    own = parser._option_string_actions  # private: argparse does not tell its flags otherwise
+    for name in names:
+        is_known = name.replace("--no-", "--", 1) in FLAGS or name in FLAGS
+        if not is_known and (close := closest_flag(name, [*FLAGS, *own])) in own:
+            parser.error(f"{name} is not a flag; did you mean {close}?")
+    if found := [name for name in refused if name in names]:
+        parser.error(f"{' and '.join(found)}: train_gpt.py does that; leave it out")
+    return asked, left
 
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -170,10 +190,17 @@ def _refuse_strangers(words: list[str]) -> list[str]:
     for word in words:
         if word.startswith("-"):
             name = word.partition("=")[0]
-            longer = [flag for flag in FLAGS if flag.startswith(name)]
-            close = longer[:1] or get_close_matches(name, FLAGS, n=1, cutoff=0.7)
-            texts.append(f"{word} is not a flag" + "".join(f"; did you mean {c}?" for c in close))
+            close = closest_flag(name, FLAGS)
+            texts.append(f"{word} is not a flag" + (f"; did you mean {close}?" if close else ""))
     return texts or [f"{word} is not the value of any flag" for word in words]
+
+
+def closest_flag(name: str, flags: Iterable[str]) -> str | None:
+    """The flag that was probably meant."""
+    known = list(flags)
+    longer = [flag for flag in known if flag.startswith(name)]
+    close = longer[:1] or get_close_matches(name, known, n=1, cutoff=0.7)
+    return close[0] if close else None
 
 
 def _read(name: str, text: Any, num_ranks: int) -> Any:

@@ -5,6 +5,7 @@ flags and `--help` from them, `checks.py` checks the ranges and everything that 
 """
 
 from dataclasses import dataclass, field
+from textwrap import indent
 from typing import Any
 
 from dtensor_llm.mesh_sizes import MeshSizes
@@ -18,7 +19,7 @@ class ConfigError(ValueError):
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        lines = [f"  - {problem}" for problem in problems]
+        lines = [f"  - {indent(problem, '    ')[4:]}" for problem in problems]
         super().__init__("\n".join([f"{count} in the configuration:", *lines]))
 
 
@@ -285,6 +286,11 @@ class ParallelConfig:
         asked = self.reshard_after_forward
         return self.mesh.pp == 1 if asked is None else asked
 
+    @property
+    def reduces_each_microbatch(self) -> bool:
+        """At ZeRO stages 1 and 2; to share rows with no other rank is to send nothing for it."""
+        return self.mesh.dp_shard == 1 or (self.zero == 2 and not self.defer_reduce)
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -332,7 +338,7 @@ class RunConfig:
         minimum=1,
     )
     metrics: str | None = option(
-        None, "file for one JSON line per step", metavar="FILE", follows="no file"
+        None, "new or empty file for a JSON line per step", metavar="FILE", follows="no file"
     )
 
 

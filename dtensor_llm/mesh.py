@@ -46,7 +46,8 @@ def parse_mesh(text: str, num_ranks: int | None) -> MeshSizes:
     asked = _named_sizes(text) if "=" in text else _positional_sizes(text)
     for axis, size in asked.items():
         if size < 1 and size != -1:
-            raise MeshError(text, f"{axis}={size} must be at least 1, or -1 to fill the ranks")
+            or_fill = "" if axis in GRID_AXES else ", or -1 to fill the ranks"
+            raise MeshError(text, f"{axis}={size} must be at least 1{or_fill}")
     open_axes = [axis for axis, size in asked.items() if size == -1]
     if len(open_axes) > 1:
         raise MeshError(text, f"only one size can be -1, not both {' and '.join(open_axes)}")
@@ -135,7 +136,10 @@ def _named_sizes(text: str) -> dict[str, int]:
             sizes |= zip(GRID_AXES, map(int, grid.groups()), strict=True)
             continue
         if not re.fullmatch(r"-?\d{1,18}", size):
-            raise MeshError(text, f"{axis}={size} is not a whole number")
+            form = "not a whole number"
+            if axis == "tp":
+                form = "neither a whole number nor two of at least 1, for example 2x2"
+            raise MeshError(text, f"{axis}={size} is {form}")
         sizes[axis] = int(size)
     if "dp" in sizes and sizes.keys() & {"dp_replicate", "dp_shard"}:
         raise MeshError(text, "dp is dp_replicate x dp_shard: give dp, or those two")

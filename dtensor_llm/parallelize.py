@@ -147,7 +147,7 @@ def place(config: Config, mesh: DeviceMesh, device: torch.device) -> Placed:
             stages,
             data_mesh(config, mesh),
             microbatches=config.microbatches,
-            each_microbatch=config.parallel.zero == 2 and not config.parallel.defer_reduce,
+            each_microbatch=config.parallel.reduces_each_microbatch,
         )
     elif config.dp > 1 or config.parallel.offload == "weights":
         over = data_mesh(config, mesh)

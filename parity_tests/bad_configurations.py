@@ -492,6 +492,30 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
     ),
     (
         ALONE,
+        "--mesh tp=2x3",
+        [
+            "mesh tp=2x3: each step of a product broadcasts one row and one column of blocks, so "
+            "there must be as many rows as columns, and 2 is not 3; tp=2x2 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh tp=3x5 --heads 4 --global-batch-size 63",
+        [
+            "mesh tp=3x5: each step of a product broadcasts one row and one column of blocks, so "
+            "there must be as many rows as columns, and 3 is not 5; tp=2x2 or 4x4 would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh tp=2x3 --heads 1",
+        [
+            "mesh tp=2x3: each step of a product broadcasts one row and one column of blocks, so "
+            "there must be as many rows as columns, and 2 is not 3; tp=1 would do",
+        ],
+    ),
+    (
+        ALONE,
         "--mesh tp=3x3 --global-batch-size 63",
         [
             "tp=3x3 must divide --heads, --ffn-width into 3: --heads 8 / 3 leaves 2 (a rank takes "
@@ -975,11 +999,18 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
     ),
     (
         ALONE,
-        "--mesh 1x2x1 --schedule-csv README.md",
+        "--mesh 1x2x1 --schedule-csv parity_tests/schedule_deadlock.csv",
         [
-            "--schedule-csv README.md: rank 0, step 0: '# dtensor_llm' is not an "
-            "action: write the stage, one of F B I W, microbatch; "
-            "scripts/show_schedule.py --csv README.md shows where",
+            "--schedule-csv parity_tests/schedule_deadlock.csv: the schedule cannot run:\n"
+            "rank 0, step 1: 0B0 waits for 1B0, step 2 of rank 1\n"
+            "rank 1, step 1: 1F1 waits for 0F1, step 2 of rank 0\n"
+            "move what waits down, or what it waits for up\n"
+            "\n"
+            "step  rank 0  rank 1\n"
+            "0      0F0     1F0\n"
+            "1     >0B0<   >1F1<\n"
+            "2      0F1     1B0\n"
+            "3      0B1     1B1",
         ],
     ),
     (
@@ -988,7 +1019,17 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         [
             "--schedule-csv parity_tests/schedule_out_of_order.csv: rank 0 does 3F1 "
             "before 3F0, but torch takes the losses of the last stage in order; the "
-            "same cells in the order of the microbatches would do",
+            "same cells in the order of the microbatches would do\n"
+            "\n"
+            "step  rank 0  rank 1\n"
+            "0      0F0     1F0\n"
+            "1      0F1     2F0\n"
+            "2     >3F1<    1F1\n"
+            "3     >3F0<    2F1\n"
+            "4      3B0     2B0\n"
+            "5      3B1     1B0\n"
+            "6      0B0     2B1\n"
+            "7      0B1     1B1",
         ],
     ),
 ]

@@ -135,7 +135,7 @@ def test_processes_are_started_for_it() -> None:
         ("--ranks 2 --layer 3", "--layer is not a flag; did you mean --layers?"),
         ("--mesh 2x2x2 --ranks 4", "--mesh 2x2x2 has 8 ranks, and --ranks is 4; leave one"),
         ("--mesh -1x1x1", "tp=-1 fills the ranks, and their number is not known here"),
-        ("--ranks 2 --record somewhere", "--record: train_gpt.py writes that, for one mesh"),
+        ("--ranks 2 --record somewhere", "--record: train_gpt.py does that; leave it out"),
         ("--ranks 2 --lr fast", "--lr fast: must be a finite number"),
     ],
 )

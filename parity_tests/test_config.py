@@ -190,12 +190,30 @@ def test_further_rules_see_the_configuration() -> None:
 
 
 def test_metrics_check_leaves_files_as_they_are(tmp_path: Path) -> None:
-    old = tmp_path / "old.jsonl"
-    old.write_text("line\n")
-    assert read(f"--metrics {old}").run.metrics == str(old)
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert read(f"--metrics {empty}").run.metrics == str(empty)
     read(f"--metrics {tmp_path / 'new.jsonl'}")
-    assert [path.name for path in tmp_path.iterdir()] == ["old.jsonl"]
+    read("--metrics /dev/null")
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.jsonl"]
+    assert empty.read_text() == ""
+
+
+@pytest.mark.parametrize("data", ["stdlib", "{folder}/old.jsonl", "{folder}/link.jsonl"])
+def test_metrics_overwrite_nothing(tmp_path: Path, data: str) -> None:
+    """Neither a file that is there nor, by whatever name, the data that are read."""
+    old, link = tmp_path / "old.jsonl", tmp_path / "link.jsonl"
+    old.write_text("line\n")
+    link.symlink_to(old)
+    line = f"--data {data.format(folder=tmp_path)} --metrics {old}"
+    with pytest.raises(ConfigError) as raised:
+        read(line)
+    found = "is there and not empty" if data == "stdlib" else "is among --data"
+    assert raised.value.problems == [
+        f"--metrics {old} {found}, and is not overwritten; a new file would do"
+    ]
     assert old.read_text() == "line\n"
+    read(line, Surroundings(first_machine=False))
 
 
 def test_unwritable_metrics_are_refused_where_rank_0_runs(

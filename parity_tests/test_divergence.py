@@ -29,8 +29,6 @@ from reference.training import train as train_reference
 
 # What is planted, the phase in which it must be found, and what must be guessed.
 CASES = {
-    "half_of_a_split_backward_left_out": ("gradient", ""),
-    "second_copy_does_not_add_its_gradient": ("gradient", ""),
     "second_copy_is_left_behind": ("forward", ""),
     "row_parallel_reduction_dropped": ("forward", "the reduction over tp is missing"),
     "row_bias_added_by_every_rank": ("forward", "the bias counts 2 times"),
@@ -93,6 +91,20 @@ CASES = {
     "weight_gradients_not_reduced_over_rows": ("gradient", ""),
     "gradients_not_broadcast_along_the_row": ("backward", ""),
     "vector_gradients_not_summed_over_rows": ("gradient", "reduction over tp_row is missing"),
+    "one_receive_buffer_for_all_microbatches": ("backward", "right but for sequence 1"),
+    "rank_holds_neighbouring_layers": ("forward", ""),
+    "only_the_first_stage_of_a_rank_replicated": ("gradient", "the reduction over dp_shard is"),
+    "last_put_off_weights_lost": ("backward", "no gradient arrives there"),
+    "bucket_sent_before_the_weights_half": ("gradient", ""),
+    "upper_layers_numbered_from_the_top": ("forward", ""),
+    "copy_on_the_same_rank_not_added": ("gradient", ""),
+    "one_weight_counted_by_two_stages": (
+        "gradient norm",
+        "token_embedding.weight counts twice",
+    ),
+    "weights_freed_before_a_split_backward": ("gradient", ""),
+    "labels_of_the_other_half_of_a_pair": ("data", "belongs to sequence 0, where sequence 2"),
+    "tokens_dealt_in_the_order_of_a_file": ("data", "belongs to sequences 4 to 7, where sequences"),
     "rows_of_the_grid_read_the_same_sequences": (
         "data",
         "belongs to sequences 0 to 3, where sequences 4 to 7",

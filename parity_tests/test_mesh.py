@@ -35,6 +35,7 @@ NEITHER_FORM = (
     "not TPxPPxDP (tensor x pipeline x data), for example 2x2x2, nor named sizes, for example "
     "tp=2,pp=2,dp=2"
 )
+NO_TP = "neither a whole number nor two of at least 1, for example 2x2"
 
 
 @pytest.mark.parametrize(
@@ -79,12 +80,14 @@ NEITHER_FORM = (
             None,
             "--mesh dp=2,dp_shard=2: dp is dp_replicate x dp_shard: give dp, or those two",
         ),
-        ("tp=two", None, "--mesh tp=two: tp=two is not a whole number"),
-        ("tp=", None, "--mesh tp=: tp= is not a whole number"),
+        ("tp=two", None, f"--mesh tp=two: tp=two is {NO_TP}"),
+        ("tp=", None, f"--mesh tp=: tp= is {NO_TP}"),
+        ("dp=two", None, "--mesh dp=two: dp=two is not a whole number"),
         ("tp=2x2,tp=2", None, "--mesh tp=2x2,tp=2: tp is given twice"),
         ("tp=2,tp=2x2", None, "--mesh tp=2,tp=2x2: tp is given twice"),
-        ("tp=2x-1", None, "--mesh tp=2x-1: tp=2x-1 is not a whole number"),
-        ("tp=2x0", None, "--mesh tp=2x0: tp_col=0 must be at least 1, or -1 to fill the ranks"),
+        ("tp=2x-1", None, f"--mesh tp=2x-1: tp=2x-1 is {NO_TP}"),
+        ("tp=-1x2", 8, f"--mesh tp=-1x2: tp=-1x2 is {NO_TP}"),
+        ("tp=2x0", None, "--mesh tp=2x0: tp_col=0 must be at least 1"),
         (
             "ep=-1",
             8,

@@ -229,7 +229,8 @@ def test_script_shows_one_rank_and_every_layer(script: Script) -> None:
         ("--mesh 3x1x1", "tp=3 must divide --heads"),
         ("--mesh 2x1x2 --rank 4", "--rank 4: mesh 2x1x2 has the ranks 0 to 3"),
         ("--mesh 2x1x2 --rank -1", "--rank -1: mesh 2x1x2 has the ranks 0 to 3"),
-        ("--mesh 2x1x2 --ranks 4", "--ranks is not a flag"),
+        ("--mesh 2x1x2 --ranks 4", "--ranks is not a flag; did you mean --rank?"),
+        ("--mesh 2x1x2 --metrics x --check-parity", "--metrics and --check-parity: train_gpt.py"),
         ("--mesh 8x4x64 --world threads", "more than the threads of one process can run"),
     ],
 )
@@ -237,6 +238,13 @@ def test_bad_input_is_one_message(script: Script, line: str, message: str) -> No
     done = script("show_plan.py", line)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
+
+
+def test_a_wrong_rank_is_told_with_the_rest(script: Script) -> None:
+    done = script("show_plan.py", "--mesh 1x2x1 --rank 5 --lr -3")
+    assert done.returncode == 2
+    assert "--lr -3" in done.stderr
+    assert "--rank 5: mesh 1x2x1 has the ranks 0 to 1" in done.stderr
 
 
 def test_more_ranks_than_threads_are_no_problem(script: Script) -> None:

@@ -1,7 +1,7 @@
 """A schedule that cannot run is refused with its grid and the culprits marked; files, too."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +11,14 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 
 from dtensor_llm.planner.schedule import Times, simulate
 from dtensor_llm.schedules.actions import Schedule, Step, parse_step, step_text
-from dtensor_llm.schedules.check import ScheduleError, grid, sweep
+from dtensor_llm.schedules.check import MOST_RANKS, MOST_STEPS, ScheduleError, grid, sweep
 from dtensor_llm.schedules.csv_files import read_csv, write_csv
 from dtensor_llm.schedules.torch_orders import (
     NAMES,
     default_stages_per_rank,
     make_schedule,
 )
+from parity_tests.harness import Finished, Script
 
 
 def of(text: str) -> Schedule:
@@ -117,13 +118,32 @@ def test_the_grid_is_ranks_by_steps() -> None:
     ]
 
 
-def test_of_a_long_grid_the_culprit_is_shown() -> None:
+def test_of_a_long_grid_every_culprit_is_shown() -> None:
     cells = [[f"0F{step}" for step in range(500)]]
-    lines = grid(cells, [(0, 321)]).splitlines()
-    assert len(lines) < 50
+    lines = grid(cells, [(0, 321), (0, 4)]).splitlines()
+    assert len(lines) == 1 + MOST_STEPS + 2
+    assert lines[1].split() == ["0", "0F0"]
+    assert "4     >0F4<" in lines
+    assert "(293 steps between)" in lines
     assert "321   >0F321<" in lines
-    assert lines[1] == "(311 steps before)"
-    assert lines[-1] == "(149 steps after)"
+    assert lines[-1] == "(167 steps after)"
+    lines = grid(cells, [(0, 499)]).splitlines()
+    assert len(lines) == 1 + 1 + MOST_STEPS
+    assert lines[1] == "(460 steps before)"
+    assert lines[-1] == "499   >0F499<"
+
+
+def test_of_a_wide_grid_every_culprit_is_shown() -> None:
+    cells = [[f"{rank}F0"] for rank in range(300)]
+    head, line, rest = grid(cells, [(0, 0), (299, 0)]).splitlines()
+    assert head.count("rank") == MOST_RANKS
+    assert line.split()[1] == ">0F0<" and line.split()[-1] == ">299F0<"
+    assert rest == f"({300 - MOST_RANKS} more ranks)"
+
+
+def test_a_long_cell_is_cut() -> None:
+    text = grid([["words of a page that is no schedule", "0F0"]], [(0, 0)])
+    assert text.splitlines()[1] == "0     >words of a page that is no sc...<"
 
 
 def torch_accepts(schedule: Schedule) -> bool:
@@ -187,6 +207,77 @@ def test_same_verdict_as_torch(
             assert verdicts[-1] == torch_accepts(schedule), programs
     assert False in verdicts
     assert change is not swapped or True in verdicts
+
+
+BAD_FILES = {
+    "two ranks that wait for each other": (
+        "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+        "rank 1, step 1: 1F1 waits for 0F1, step 2 of rank 0",
+        [">0B0<", ">1F1<"],
+    ),
+    "a backward before its forward": (
+        "0F0,0B1,0F1,0B0\n1F0,1F1,1B0,1B1\n",
+        "rank 0, step 1: 0B1 waits for 0F1, step 2 of the same rank",
+        [">0B1<"],
+    ),
+    "a backward that is missing": (
+        "0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n",
+        "stage 0 does F for microbatch 1: 0B1 is missing",
+        [">0F1<"],
+    ),
+    "an action that there is not": (
+        "0F0,0F1,0B0,0B1\n1F0,1B0,1X1,1B1\n",
+        "rank 1, step 2: '1X1' is not an action",
+        [">1X1<"],
+    ),
+    "an action on the wrong rank": (
+        "0F0,0F1,1B0,0B0,0B1\n1F0,1F1,1B1\n",
+        "rank 0, step 2: 1B0 is on the wrong rank: stage 1 is on rank 1",
+        [">1B0<"],
+    ),
+    "losses in another order": (
+        "0F0,0F1,0B1,0B0\n1F1,1B1,1F0,1B0\n",
+        "rank 1 does 1F1 before 1F0, but torch takes the losses of the last stage in order",
+        [">1F1<", ">1F0<"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_training_refuses_a_bad_file_with_its_grid(
+    name: str, script: Script, tmp_path: Path
+) -> None:
+    text, message, culprits = BAD_FILES[name]
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    done = script("train_gpt.py", f"--mesh 1x2x1 --schedule-csv {path}")
+    assert_refused_with_grid(done, message, culprits)
+    first, second, *lines = done.stderr.splitlines()
+    assert first == "1 problem in the configuration:"
+    assert second.startswith(f"  - --schedule-csv {path}: ")
+    assert all(line.startswith("    ") for line in lines if line), "below the one problem"
+
+
+@pytest.mark.parametrize("name", [name for name in BAD_FILES if name != "losses in another order"])
+def test_show_schedule_refuses_a_bad_file_with_its_grid(
+    name: str, script: Script, tmp_path: Path
+) -> None:
+    text, message, culprits = BAD_FILES[name]
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    assert_refused_with_grid(script("show_schedule.py", f"--csv {path}"), message, culprits)
+
+
+def assert_refused_with_grid(done: Finished, message: str, culprits: Sequence[str]) -> None:
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count(message) == 1
+    assert "Traceback" not in done.stderr
+    _, _, shown = done.stderr.partition("\n\n")
+    head, *steps = shown.splitlines()
+    assert head.split() == ["step", "rank", "0", "rank", "1"]
+    assert [step.split()[0] for step in steps] == [str(number) for number in range(len(steps))]
+    marked = [cell for step in steps for cell in step.split() if cell.startswith(">")]
+    assert sorted(marked) == sorted(culprits)
 
 
 @pytest.mark.parametrize("name", NAMES)

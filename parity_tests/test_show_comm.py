@@ -72,6 +72,20 @@ def test_bad_input_is_told_at_once(script: Script, predict: str) -> None:
     assert (done.returncode, "--mesh without a value" in done.stderr) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--predct", "--predct is not a flag; did you mean --predict?"),
+        ("--record run", "--record: train_gpt.py does that; leave it out"),
+        ("--metrics=m --predict", "--metrics: train_gpt.py does that; leave it out"),
+        ("--check-parity", "--check-parity: train_gpt.py does that; leave it out"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(script: Script, line: str, message: str) -> None:
+    done = script("show_comm.py", f"--mesh 2x1x1 {SMALL} {line}")
+    assert (done.returncode, done.stdout, message in done.stderr) == (2, "", True), done.stderr
+
+
 def test_help_says_what_it_does(script: Script) -> None:
     done = script("show_comm.py", "--help")
     assert done.returncode == 0

@@ -245,9 +245,15 @@ def test_a_norm_takes_the_statistics_of_the_whole_row(q: int, bias: bool) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_norm_of_lower_precision_rounds_once(dtype: torch.dtype) -> None:
-    """As torch's own: statistics, weight and bias are applied in float32."""
-    x, weight, bias = (v.to(dtype) for v in (5 + numbers(4, 3, 8), numbers(8), numbers(8, seed=2)))
-    expected = F.layer_norm(x.float(), (8,), weight.float(), bias.float()).to(dtype)
+    """As torch's own, forward and backward: all of it is computed in float32, and then rounded."""
+    values = (5 + numbers(4, 3, 8), numbers(8), numbers(8, seed=2), numbers(4, 3, 8, seed=3))
+    x, weight, bias, grad = (value.to(dtype) for value in values)
+
+    def expected(rows: Tensor, of_output: Tensor) -> list[Tensor]:
+        """The output, and the gradients of what it is made of, of a row of ranks."""
+        wide = [v.float().requires_grad_() for v in (rows, weight, bias)]
+        y = F.layer_norm(wide[0], (8,), *wide[1:])
+        return [v.to(dtype) for v in (y, *torch.autograd.grad(y, wide, of_output.float()))]
 
     def main(mesh: DeviceMesh) -> None:
         with torch.device("meta"):
@@ -257,10 +263,14 @@ def test_a_norm_of_lower_precision_rounds_once(dtype: torch.dtype) -> None:
         LocalModule(VECTOR, mixin=BlockNorm, attributes=attributes)._apply(module, mesh)
         inputs = block_of(x, mesh).clone().requires_grad_()
         y = module(inputs)
-        assert y.dtype == dtype
-        y.sum().backward()
-        assert inputs.grad.dtype == dtype
-        torch.testing.assert_close(y, block_of(expected, mesh), rtol=1e-6, atol=1e-6)
+        y.backward(block_of(grad, mesh))
+        got = [y, inputs.grad, local_tensor(module.weight.grad), local_tensor(module.bias.grad)]
+        row, column = (mesh.get_local_rank(axis) for axis in ("tp_row", "tp_col"))
+        own_rows = expected(x.chunk(2)[row], grad.chunk(2)[row])
+        for one, whole in zip(got, own_rows, strict=True):
+            assert one.dtype == dtype
+            own = whole.chunk(2, dim=-1)[column]
+            torch.testing.assert_close(one, own, rtol=1e-6, atol=1e-6)
 
     on_grid(2, main)
 

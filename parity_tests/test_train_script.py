@@ -168,6 +168,10 @@ def test_metrics_hold_what_is_printed(train_gpt: TrainGPT, tmp_path: Path) -> No
     assert re.findall(line, done.stdout, re.MULTILINE) == expected
     assert [record["num_tokens"] for record in evaluated] == [40] * 3
 
+    written = path.read_text()
+    again = train_gpt(f"--mesh 1x1x1 --metrics {path}")
+    assert (again.returncode, path.read_text()) == (2, written)
+
 
 def test_run_shorter_than_the_first_evaluation_has_none(train_gpt: TrainGPT) -> None:
     assert "eval after" not in train_gpt("--mesh 1x1x1 --eval-every 4").stdout

@@ -1,5 +1,6 @@
 """The threads world: every collective and message gives what plain tensors say it has to give."""
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -143,6 +144,24 @@ def test_works_may_be_waited_for_in_any_order():
         assert future.wait()[0] is last
 
     threads.run(SIZE, main)
+
+
+def test_a_work_keeps_no_tensor_of_another_rank():
+    """Else memory would live as long as a peer's work, and be counted as this rank's."""
+
+    def main(world: World) -> bool:
+        x = torch.ones(3)
+        memory = weakref.ref(x.untyped_storage())
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        if world.rank == 0:
+            del x, work
+        dist.barrier()
+        is_gone = memory() is None
+        dist.barrier()  # until then rank 1 has its work
+        return is_gone
+
+    assert threads.run(2, main) == [True, False]
 
 
 def test_coalesced_collectives():

@@ -23,7 +23,10 @@ ROOT = "root"
 
 @dataclass
 class Sequence:
-    """What one rank did: ("gather" or "reduce" or "forward" or "backward", block or root)."""
+    """What one rank did, and with what: a block or root.
+
+    gather (an all-gather begins), arrived (it has been waited for), reduce, forward, backward.
+    """
 
     events: list[tuple[str, str]] = field(default_factory=list)
     gathered_bytes: int = 0
@@ -43,13 +46,21 @@ def recorded(rank: int = 0) -> Iterator[Sequence]:
     """The all-gathers and reductions of weights, of the one rank."""
     seen = Sequence()
     gather, reduce = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_reduce
+    copy_out = _fsdp_param_group.foreach_all_gather_copy_out
 
     def seen_gather(parameters: list[Any], *args: Any) -> Any:
         result = gather(parameters, *args)
         if dist.get_rank() == rank:
             seen.events.append(("gather", owner_of(parameters)))
+            if result.all_gather_work is None:
+                seen.events.append(("arrived", owner_of(parameters)))
             seen.gathered_bytes += result.all_gather_output.nbytes
         return result
+
+    def seen_copy_out(result: Any, parameters: list[Any], *args: Any) -> None:
+        if dist.get_rank() == rank and result.all_gather_work is not None:
+            seen.events.append(("arrived", owner_of(parameters)))
+        copy_out(result, parameters, *args)
 
     def seen_reduce(parameters: list[Any], *args: Any) -> Any:
         if dist.get_rank() == rank:
@@ -58,6 +69,7 @@ def recorded(rank: int = 0) -> Iterator[Sequence]:
 
     with (
         patch.object(_fsdp_param_group, "foreach_all_gather", seen_gather),
+        patch.object(_fsdp_param_group, "foreach_all_gather_copy_out", seen_copy_out),
         patch.object(_fsdp_param_group, "foreach_reduce", seen_reduce),
     ):
         yield seen
@@ -191,6 +203,25 @@ def test_depth_decides_what_is_gathered_before_a_block_computes(depth: int) -> N
         assert there["forward"][str(block)] == ahead
         back = every[::-1][: layers - block + depth]
         assert there["backward"][str(block)] == every + back
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_gathers_ahead_travel_while_a_block_computes(depth: int) -> None:
+    """Begun before it computes, and not waited for until the block that they are for computes."""
+    layers = 4
+    travels: dict[str, dict[str, list[str]]] = {"forward": {}, "backward": {}}
+    now: list[str] = []
+    for what, where in one_step(small_config("1x1x2", layers=layers, prefetch_depth=depth)).events:
+        if what == "gather":
+            now.append(where)
+        elif what == "arrived":
+            now.remove(where)
+        elif what in travels:
+            travels[what][where] = list(now)
+    every = [str(block) for block in range(layers)]
+    for order, seen in ((every, travels["forward"]), (every[::-1], travels["backward"])):
+        for turn, block in enumerate(order):
+            assert seen[block] == order[turn + 1 : turn + 1 + depth], block
 
 
 def test_depth_does_not_change_the_bytes() -> None:

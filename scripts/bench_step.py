@@ -159,6 +159,8 @@ def arguments() -> argparse.Namespace:
     goes = "show where the time of this step goes, and time no other"
     parser.add_argument("--profile", choices=tuple(VARIANTS), metavar="NAME", help=goes)
     asked = parser.parse_args()
+    if asked.profile and asked.only:
+        parser.error(f"--only: --profile {asked.profile} times no other; leave one of them out")
     if asked.steps < 1:
         parser.error(f"--steps {asked.steps}: must be at least 1")
     return asked

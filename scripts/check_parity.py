@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dtensor_llm.checks import Surroundings
 from dtensor_llm.checks.machine_rules import MAX_THREADS
-from dtensor_llm.command_line import join_values, parser_beside_flags
+from dtensor_llm.command_line import parse_beside_flags, parser_beside_flags
 from dtensor_llm.config import Config, ConfigError, MeshSizes
 from dtensor_llm.data import Dataset
 from dtensor_llm.launch import read, surroundings
@@ -92,9 +92,7 @@ def own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--find", action="store_true", help="search for a first divergence also where all is equal"
     )
-    asked, flags = parser.parse_known_args(join_values(argv))
-    if writes := {flag.partition("=")[0] for flag in flags} & {"--record", "--metrics"}:
-        parser.error(f"{' and '.join(sorted(writes))}: train_gpt.py writes that, for one mesh")
+    asked, flags = parse_beside_flags(parser, argv, refused=("--record", "--metrics"))
     gives_model = any(flag.partition("=")[0] == "--model" for flag in flags)
     if asked.ranks is not None and not 1 <= asked.ranks <= MAX_THREADS:
         parser.error(f"--ranks {asked.ranks}: must be a whole number from 1 to {MAX_THREADS}")

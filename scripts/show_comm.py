@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from dtensor_llm.checks import Surroundings
-from dtensor_llm.command_line import join_values, parse_command_line, parser_beside_flags
+from dtensor_llm.command_line import parse_beside_flags, parse_command_line, parser_beside_flags
 from dtensor_llm.config import Config, ConfigError
 from dtensor_llm.launch import launch, prepare
 from dtensor_llm.mesh import parse_mesh
@@ -49,7 +49,8 @@ def own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--predict", action="store_true", help="closed forms alone: for a mesh of any size"
     )
-    return parser.parse_known_args(join_values(argv))
+    refused = ("--record", "--metrics", "--check-parity")
+    return parse_beside_flags(parser, argv, refused=refused)
 
 
 def predict(flags: Sequence[str]) -> int:

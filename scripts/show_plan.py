@@ -6,10 +6,11 @@ mesh axis, what a rank keeps of it, and totals of each pipeline stage.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
-from dtensor_llm.checks import Surroundings
-from dtensor_llm.command_line import join_values, parse_command_line, parser_beside_flags
+from dtensor_llm.checks import Rule, Surroundings
+from dtensor_llm.command_line import parse_beside_flags, parse_command_line, parser_beside_flags
 from dtensor_llm.config import Config, ConfigError
 from dtensor_llm.mesh import parse_mesh
 from dtensor_llm.planner.placement_table import group, one_by_one, parameter_table, total_table
@@ -20,8 +21,7 @@ from dtensor_llm.worlds import processes
 def main() -> int:
     asked, flags = own_arguments(sys.argv[1:])
     try:
-        config = configuration(flags)
-        check_rank(asked.rank, config)
+        config = configuration(flags, asked.rank)
     except ConfigError as error:
         processes.refuse(str(error))
     if processes.read_place().rank == 0:
@@ -38,14 +38,16 @@ def own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--all", action="store_true", help="a line for every parameter, not for all layers together"
     )
-    return parser.parse_known_args(join_values(argv))
+    refused = ("--record", "--metrics", "--check-parity")
+    return parse_beside_flags(parser, argv, refused=refused)
 
 
-def configuration(flags: Sequence[str]) -> Config:
-    """Checked as for a run on as many machines as it takes.
+def configuration(flags: Sequence[str], rank: int | None) -> Config:
+    """Checked as for a run on as many machines as it takes, of which `rank` is to be one.
 
     Raises ConfigError.
     """
+    rules = [Rule(partial(rank_is_on_the_mesh, rank), frozenset({"mesh"}))]
     started = processes.read_place().size
     meshes = [flag.partition("=")[2] for flag in flags if flag.startswith("--mesh=")]
     try:
@@ -53,16 +55,15 @@ def configuration(flags: Sequence[str]) -> Config:
     except ConfigError:
         num_ranks = started  # what is wrong with the mesh is told with the rest
     if "--world=threads" in flags:
-        return parse_command_line(flags, Surroundings())
+        return parse_command_line(flags, Surroundings(), more_rules=rules)
     where = Surroundings(num_ranks, local_processes=num_ranks, num_cuda=num_ranks)
-    return parse_command_line(flags, where)
+    return parse_command_line(flags, where, more_rules=rules)
 
 
-def check_rank(rank: int | None, config: Config) -> None:
+def rank_is_on_the_mesh(rank: int | None, config: Config, _: Surroundings) -> Iterator[str]:
     mesh = config.parallel.mesh
     if rank is not None and not 0 <= rank < mesh.num_ranks:
-        text = f"--rank {rank}: mesh {mesh} has the ranks 0 to {mesh.num_ranks - 1}"
-        raise ConfigError([text])
+        yield f"--rank {rank}: mesh {mesh} has the ranks 0 to {mesh.num_ranks - 1}"
 
 
 def plan_text(config: Config, rank: int | None, *, list_all: bool) -> str:

@@ -160,10 +160,18 @@ def metrics_can_be_written(config: Config, surroundings: Surroundings) -> Iterat
             yield f"--metrics {path} is a folder; --metrics {path / 'metrics.jsonl'} would do"
         elif not path.parent.is_dir():
             yield f"--metrics {path}: there is no folder {path.parent}; create it first"
+        elif path.is_file() and path.stat().st_size > 0:
+            found = "is among --data" if _is_data(path, config) else "is there and not empty"
+            yield f"--metrics {path} {found}, and is not overwritten; a new file would do"
         else:
             _try_writing(path)
     except OSError as error:
         yield f"--metrics {path} cannot be written: {error.strerror}; another file would do"
+
+
+def _is_data(path: Path, config: Config) -> bool:
+    names = (Path(name) for name in config.run.data if name != "stdlib")
+    return any(name.exists() and path.samefile(name) for name in names)
 
 
 def record_can_be_written(config: Config, surroundings: Surroundings) -> Iterator[str]:
@@ -204,6 +212,6 @@ MACHINE_RULES = (
         | {"global_batch_size", "micro_batch_size", "optimizer", "momentum", "dtype"}
         | {"world", "device", "check_parity"},
     ),
-    Rule(metrics_can_be_written, frozenset({"metrics"})),
+    Rule(metrics_can_be_written, frozenset({"metrics", "data"})),
     Rule(record_can_be_written, frozenset({"record"})),
 )

@@ -98,11 +98,12 @@ def tp_grid_is_square(config: Config, _: Surroundings) -> Iterator[str]:
     mesh = config.parallel.mesh
     rows, columns = mesh.tp_row, mesh.tp_col
     if rows != columns:
-        sides = [n for n in sorted({rows, columns}) if n > 1]
+        legal = [n for n in legal_sides(config) if n > 1] or [1]
+        sides = [n for n in legal if n in (rows, columns)] or legal
         yield (
             f"mesh tp={rows}x{columns}: each step of a product broadcasts one row and one column "
             f"of blocks, so there must be as many rows as columns, and {rows} is not {columns}; "
-            f"tp={join_or([f'{n}x{n}' for n in sides])} would do"
+            f"tp={join_or(grids(sides))} would do"
         )
     elif rows > 1 and mesh.tp > 1:
         yield (
@@ -131,14 +132,16 @@ def every_row_has_positions(config: Config, _: Surroundings) -> Iterator[str]:
 
 
 def tp_divides_heads_and_ffn(config: Config, _: Surroundings) -> Iterator[str]:
-    model, (tp, text) = config.model, tp_parts(config.parallel.mesh)
+    mesh, model, (tp, text) = config.parallel.mesh, config.model, tp_parts(config.parallel.mesh)
+    if mesh.tp_row != mesh.tp_col:
+        return  # no size of it fits: see tp_grid_is_square
     parts = {"--heads": model.heads, "--ffn-width": model.num_ffn}
     reasons = {
         "--heads": RefusedPair.TP_AND_HEADS.reason,
         "--ffn-width": RefusedPair.TP_AND_FFN.reason,
         "--kv-heads": RefusedPair.GRID_AND_KV_HEADS.reason,
     }
-    square = config.parallel.mesh.tp_col > 1
+    square = mesh.tp_col > 1
     if square and model.kv_heads is not None:
         parts["--kv-heads"] = model.kv_heads
     uneven = [
@@ -147,10 +150,10 @@ def tp_divides_heads_and_ffn(config: Config, _: Surroundings) -> Iterator[str]:
         if size % tp
     ]
     if uneven:
-        legal = divisors_for_tp(*parts.values()) if square else legal_tp(config)
+        legal = grids(legal_sides(config)) if square else legal_tp(config)
         yield (
             f"{text} must divide {', '.join(parts)}{f' into {tp}' * square}: {', '.join(uneven)}; "
-            f"tp={join_or([f'{n}x{n}' if square and n > 1 else n for n in legal])} would do"
+            f"tp={join_or(legal)} would do"
         )
 
 
@@ -180,6 +183,17 @@ def legal_tp(config: Config) -> list[int]:
         for n in divisors_for_tp(model.heads, model.num_ffn)
         if kv_heads % n == 0 or (n % kv_heads == 0 and not model.fused_qkv)
     ]
+
+
+def legal_sides(config: Config) -> list[int]:
+    """The numbers of rows, and of columns, of ranks that heads and widths allow, ascending."""
+    model = config.model
+    return divisors_for_tp(model.heads, model.num_ffn, model.num_kv_heads)
+
+
+def grids(sides: list[int]) -> list[str]:
+    """As `--mesh tp=` takes them: 1, 2x2, ..."""
+    return [f"{n}x{n}" if n > 1 else "1" for n in sides]
 
 
 def divisors_for_tp(*sizes: int) -> list[int]:

@@ -12,7 +12,7 @@ from dtensor_llm.checks.rule import (
 )
 from dtensor_llm.config import Config
 from dtensor_llm.refused_pairs import RefusedPair
-from dtensor_llm.schedules.check import ScheduleError
+from dtensor_llm.schedules.check import ScheduleError, cells_of, grid
 from dtensor_llm.schedules.csv_files import load
 from dtensor_llm.schedules.kinds import (
     LOOP,
@@ -40,24 +40,33 @@ def file_has_a_schedule(config: Config, _: Surroundings) -> Iterator[str]:
     try:
         schedule = load(file)
     except ScheduleError as error:
-        yield (
-            f"--schedule-csv {file}: {error.problem.removeprefix(f'{Path(file)}, ')}; "
-            f"scripts/show_schedule.py --csv {file} shows where"
-        )
+        yield refused_file(file, error.problem.removeprefix(f"{Path(file)}, "), error.grid)
         return
     except OSError as error:
         yield f"--schedule-csv {file} cannot be read: {error.strerror}; another file would do"
         return
     last = schedule.num_stages - 1
     home = schedule.rank_of_stage[last]
-    order = [a.microbatch for a in schedule.actions(home) if (a.stage, a.kind) == (last, "F")]
-    if order != sorted(order):
-        first = next(i for i, microbatch in enumerate(order) if microbatch != i)
-        yield (
-            f"--schedule-csv {file}: rank {home} does {last}F{order[first]} before {last}F{first}, "
-            "but torch takes the losses of the last stage in order; the same cells in the order of "
-            "the microbatches would do"
+    forwards = {  # of the last stage: {step: microbatch}
+        step: action.microbatch
+        for step, actions in enumerate(schedule.programs[home])
+        for action in actions
+        if (action.stage, action.kind) == (last, "F")
+    }
+    if [*forwards.values()] != sorted(forwards.values()):
+        step, wanted = next((s, i) for i, s in enumerate(forwards) if forwards[s] != i)
+        problem = (
+            f"rank {home} does {last}F{forwards[step]} before {last}F{wanted}, but torch takes the "
+            "losses of the last stage in order; the same cells in the order of the microbatches "
+            "would do"
         )
+        culprits = [(home, s) for s, m in forwards.items() if m in (forwards[step], wanted)]
+        yield refused_file(file, problem, grid(cells_of(schedule), culprits))
+
+
+def refused_file(file: str, problem: str, shown: str) -> str:
+    """Why a file is none that can be run, and below it the ranks and steps that it holds."""
+    return f"--schedule-csv {file}: {problem}" + (f"\n\n{shown}" if shown else "")
 
 
 def file_fits_the_ranks(config: Config, _: Surroundings) -> Iterator[str]:

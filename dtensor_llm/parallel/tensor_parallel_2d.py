@@ -165,10 +165,12 @@ class _LookUp(torch.autograd.Function):
         grad_table = None
         for line, (start, length) in enumerate(grid.parts(size)):
             own = (index >= start) & (index < start + length)
-            # The row after the last takes what belongs to other blocks.
-            row = (index - start).where(own, length)
-            part = torch.ops.aten.embedding_dense_backward(grad, row, length + 1, length, False)
-            total = reduce(part[:length], grid.column, line)
+            row = (index - start).where(own, 0)
+            # All rows and no more: the sum keeps the memory that they are in.
+            part = torch.ops.aten.embedding_dense_backward(
+                grad * own[..., None], row, length, -1, False
+            )
+            total = reduce(part, grid.column, line)
             grad_table = total if grad_table is None else grad_table
         assert grad_table is not None
         return grad_table, None, None, None

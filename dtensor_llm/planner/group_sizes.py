@@ -101,8 +101,13 @@ def most_at_once(group: Group, config: Config, place: Place) -> int:
 
 
 def step_of_backward(name: str, config: Config) -> str:
-    """The module of a parameter; the linears that take the same tokens are one with `async_tp`."""
+    """The module of a parameter; the linears that take the same tokens are one with `async_tp`.
+
+    On a grid a linear adds its bias apart, so that its two parameters are by themselves.
+    """
     module = name.rpartition(".")[0]
+    if config.parallel.mesh.tp_row > 1 and "norm" not in module:
+        return name
     branch, _, linear = module.rpartition(".")
     if config.parallel.async_tp and linear in TAKE_TOKENS:
         return "linears" if config.model.parallel_block else branch

@@ -159,12 +159,10 @@ def most_in_buckets(config: Config, sizes: StageSizes, place: Place) -> int:
     The largest module counts, then, beside the parts that are reduced by then. Stage 1 has several
     microbatches' whole gradients until the last one.
     """
-    parallel = config.parallel
     if config.microbatches == 1:
         return most_in_first_backward(config, 0, sizes, place)
-    if parallel.zero == 1 or parallel.defer_reduce:
-        return sizes.whole
-    return sizes.part + sizes.largest
+    each = config.parallel.reduces_each_microbatch
+    return sizes.part + sizes.largest if each else sizes.whole
 
 
 def most_sharded(config: Config, sizes: StageSizes, place: Place) -> int:

@@ -71,7 +71,7 @@ class Gradients:
         }
         self.held = dict.fromkeys(self.sizes, 0)
         self.done: Counter[int] = Counter()
-        self.each = config.parallel.zero == 2 and not config.parallel.defer_reduce
+        self.each = config.parallel.reduces_each_microbatch
         self.table = None
         if shares_table(config) and is_first(config, place):
             group = {"token_embedding.weight": table(config.model)}
@@ -144,10 +144,16 @@ def most_in_reduction(sizes: StageSizes) -> int:
 
 
 def most_in_first_backward(config: Config, stage: int, sizes: StageSizes, place: Place) -> int:
-    """At ZeRO stages 1 and 2, where gradients are reduced as they come, and none are there yet."""
+    """At ZeRO stages 1 and 2, where gradients are reduced as they come, and none are there yet.
+
+    On copies alone the message of a bucket is what later ones are added to: it counts from the
+    bucket's first gradient on.
+    """
     count, block, rest = sizes.count, sizes.block, sizes.rest
+    alone = config.parallel.mesh.dp_shard == 1
     used_last = group_sizes(head_parameters(config, stage), config, place)
-    before = 0 if stage == 0 else rest.part
-    in_block = before + (count - 1) * block.part + block.largest
-    in_rest = count * block.part + max(rest.part, rest.largest * (stage == 0))
-    return max(used_last.largest, in_block, in_rest)
+    in_head = rest.part * alone + used_last.largest
+    before = rest.part if used_last.whole and (alone or stage > 0) else 0
+    in_block = before + (count - 1 + alone) * block.part + block.largest
+    looked_up = (rest.part * alone + rest.largest) * (stage == 0)
+    return max(in_head, in_block, count * block.part + max(rest.part, looked_up))

@@ -18,17 +18,22 @@ from dtensor_llm.schedules.actions import (
 )
 
 Place = tuple[int, int]  # rank, and the number of its step
-_MOST_ROWS = 40
+MOST_STEPS, MOST_RANKS, MOST_LETTERS = 40, 16, 32
+"""How much of a grid is shown, and of a cell: a file may be long, wide, or no schedule at all."""
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run: why, and its grid with the culprits in > and <."""
+    """A schedule that cannot run: why, and its grid with the culprits in > and <.
+
+    `grid` is empty where there are no cells to show.
+    """
 
     def __init__(
         self, problem: str, cells: Sequence[Sequence[str]] = (), culprits: Sequence[Place] = ()
     ) -> None:
         self.problem, self.culprits = problem, tuple(culprits)
-        super().__init__(f"{problem}\n\n{grid(cells, culprits)}" if cells else problem)
+        self.grid = grid(cells, culprits) if cells else ""
+        super().__init__(f"{problem}\n\n{self.grid}" if cells else problem)
 
 
 def sweep(schedule: Schedule) -> list[tuple[int, Step]]:
@@ -77,23 +82,42 @@ def missing(step: Step, done: set[Action], schedule: Schedule) -> tuple[Action, 
 
 
 def grid(cells: Sequence[Sequence[str]], culprits: Sequence[Place] = ()) -> str:
-    """Steps down, ranks across; culprits as `>2B0<`. Of a long grid, the rows around them."""
-    rows = max(map(len, cells), default=0)
-    first, last = 0, rows
-    if rows > _MOST_ROWS:
-        steps = [step for _, step in culprits] or [0]
-        first = max(0, min(steps) - _MOST_ROWS // 4)
-        last = min(rows, first + _MOST_ROWS)
-    lines = [["step", *(f"rank {rank}" for rank in range(len(cells)))]]
-    for step in range(first, last):
-        texts = [own[step] if step < len(own) else "" for own in cells]
-        marked = [f">{t}<" if (r, step) in culprits else f" {t}" for r, t in enumerate(texts)]
-        lines.append([str(step), *marked])
+    """Steps down, ranks across; culprits as `>2B0<`. Of a large grid, what is nearest to them."""
+    num_steps = max(map(len, cells), default=0)
+    steps = _nearest(num_steps, [step for _, step in culprits], MOST_STEPS)
+    ranks = _nearest(len(cells), [rank for rank, _ in culprits], MOST_RANKS)
+    lines = [["step", *(f"rank {rank}" for rank in ranks)]]
+    for step in steps:
+        texts = [_shortened(cells[r][step]) if step < len(cells[r]) else "" for r in ranks]
+        marks = [(rank, step) in culprits for rank in ranks]
+        pairs = zip(texts, marks, strict=True)
+        lines.append([str(step), *(f">{text}<" if mark else f" {text}" for text, mark in pairs)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    shown = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-    above = [f"({first} steps before)"] if first else []
-    below = [f"({rows - last} steps after)"] if last < rows else []
-    return "\n".join([shown[0], *above, *shown[1:], *below])
+    head, *shown = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    rows, done = [head], 0
+    for step, line in zip(steps, shown, strict=True):
+        if step > done:
+            rows.append(f"({step - done} steps {'between' if done else 'before'})")
+        rows.append(line)
+        done = step + 1
+    if done < num_steps:
+        rows.append(f"({num_steps - done} steps after)")
+    if len(ranks) < len(cells):
+        rows.append(f"({len(cells) - len(ranks)} more ranks)")
+    return "\n".join(rows)
+
+
+def _nearest(size: int, marked: Sequence[int], most: int) -> list[int]:
+    """At most so many of the numbers below `size`, in order: the nearest to the marked ones."""
+    if size <= most:
+        return list(range(size))
+    distance = {n: min(abs(n - mark) for mark in marked or [0]) for n in range(size)}
+    return sorted(sorted(distance, key=distance.__getitem__)[:most])
+
+
+def _shortened(cell: str) -> str:
+    text = " ".join(cell.split())
+    return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 3]}..."
 
 
 def cells_of(schedule: Schedule) -> list[list[str]]:
@@ -183,7 +207,7 @@ def _deadlock(
     circle = chain[chain.index(rank) :]
     told = "\n".join(sentences[chain.index(rank) :])
     return ScheduleError(
-        f"the schedule cannot run:\n{told}",
+        f"the schedule cannot run:\n{told}\nmove what waits down, or what it waits for up",
         cells_of(schedule),
         [(rank, stuck[rank]) for rank in circle],
     )

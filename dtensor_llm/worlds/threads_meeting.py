@@ -90,6 +90,7 @@ class Meeting:
                 del self._slots[number]
         if complete:
             self._compute(number, [call for call in slot.calls if call is not None])
+            slot.calls.clear()  # whoever keeps the event keeps no tensor of another rank
             self.scheduler.fire(slot.event)
         return slot.event
 
@@ -106,6 +107,8 @@ class Meeting:
         calls: list[Call | None] = [None] * len(self.ranks)
 
         def describe() -> str:
+            if not calls:
+                return f"collective {number} of {self}, which is done"
             here = next(call for call in calls if call is not None)
             missing = [rank for rank, call in zip(self.ranks, calls, strict=True) if call is None]
             return f"{here}, collective {number} of {self}: {name_ranks(missing)} did not come"

@@ -4,8 +4,8 @@ A bound proves something only if a wrong program breaks it. Each fault here is a
 have made; the tests show that the parity check sees it, and that it names what was broken. One file
 for each kind: what goes forward, what goes backward, what is summed over ranks, the optimizer,
 random numbers, data; and one each for what lies on the host or is gathered, for what is shared out
-by rows, or sent in buckets, for what is multiplied while it travels, and for the grid of
-two-dimensional tensor parallelism.
+by rows, or sent in buckets, for what is multiplied while it travels, for the schedules of a
+pipeline, and for the grid of two-dimensional tensor parallelism.
 """
 
 from parity_tests.faults import (
@@ -19,7 +19,7 @@ from parity_tests.faults import (
     randomness,
     reduction,
     rows,
-    stages,
+    schedules,
 )
 from parity_tests.faults.fault import FAULTS, KINDS, Check, Fault
 
@@ -40,5 +40,5 @@ __all__ = [
     "randomness",
     "reduction",
     "rows",
-    "stages",
+    "schedules",
 ]

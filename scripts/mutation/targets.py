@@ -24,7 +24,11 @@ SCHEDULES = (
 )
 SUMS = (TENSOR, DATA, SEQUENCE, ZERO, OPTIMIZER)
 
+BUCKETS = ("test_buckets", ZERO, "test_zero_options")
+
 TESTS: dict[str, tuple[str, ...]] = {
+    "buckets.py": BUCKETS,
+    "offload.py": ("test_offload",),
     "loss.py": (TENSOR, DATA, TRAIN, PIPELINE),
     "optimizer.py": (OPTIMIZER, TRAIN, ZERO),
     "rng.py": (RNG, MODEL),
