@@ -113,8 +113,8 @@ def rows_not_summed_over_replicas() -> Iterator[None]:
     """Hybrid: the rows are summed over the ranks that own rows, and not over their replicas."""
     build = Bucket.__init__
 
-    def wrong(self: Bucket, *arguments: Any) -> None:
-        build(self, *arguments)
+    def wrong(self: Bucket, *arguments: Any, **named: Any) -> None:
+        build(self, *arguments, **named)
         self.replicas = None
 
     with patch.object(Bucket, "__init__", wrong):
