@@ -25,11 +25,11 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 GATHERED, SUMMED = 0, 1  # tags: what belongs to exchanges that overlap must not be mixed up
 
-LEAST_MESSAGE = 2**15
+LEAST_MESSAGE = 2**20
 """Bytes of a run of memory that is worth a message of its own.
 
-Between two processes a message costs the sender and the receiver about 15 microseconds each, and to
-pack and unpack 2^15 bytes instead costs about as much.
+Below, what travels is packed into one message and unpacked where it arrives: a copy of 1.5 MB takes
+less than eight messages of 200 KB do (`bench_step.py`: a step with tp is 7 % slower with those).
 """
 
 
