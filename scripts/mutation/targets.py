@@ -24,23 +24,25 @@ SCHEDULES = (
 )
 SUMS = (TENSOR, DATA, SEQUENCE, ZERO, OPTIMIZER)
 
-BUCKETS = ("test_buckets", ZERO, "test_zero_options")
+ALL_SCHEDULES = "test_pipeline_schedules"
 
 TESTS: dict[str, tuple[str, ...]] = {
-    "buckets.py": BUCKETS,
+    "buckets.py": ("test_buckets", ZERO),
     "offload.py": ("test_offload",),
     "loss.py": (TENSOR, DATA, TRAIN, PIPELINE),
     "optimizer.py": (OPTIMIZER, TRAIN, ZERO),
     "rng.py": (RNG, MODEL),
     "collectives.py": SUMS,
+    "overlap.py": ("test_overlap",),
     "parallelize.py": STEP,
+    "pipeline.py": (ALL_SCHEDULES,),
     "plan.py": TENSORS,
     "initialize.py": (MODEL, TENSOR),
     "stages.py": ("test_stages", "test_config"),
     "train.py": STEP,
     "parallel/__init__.py": TENSORS,
     "parallel/data_parallel.py": SUMS,
-    "parallel/pipeline_parallel.py": (PIPELINE, SEQUENCE, TRAIN),
+    "parallel/pipeline_parallel.py": (PIPELINE, ALL_SCHEDULES, SEQUENCE, TRAIN),
     "parallel/sequence_parallel.py": TENSORS,
     "parallel/tensor_parallel.py": TENSORS,
     "parallel/tensor_parallel_2d.py": (TENSOR_2D,),
@@ -51,6 +53,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "schedules/check.py": SCHEDULES,
     "schedules/closed_forms.py": SCHEDULES,
     "schedules/csv_files.py": SCHEDULES,
+    "schedules/gathers.py": ("test_costs",),
+    "schedules/kinds.py": SCHEDULES,
     "schedules/torch_orders.py": SCHEDULES,
 }
 
