@@ -42,6 +42,7 @@ def updated_rows_not_gathered() -> Iterator[None]:
     sabotaged="update",
     symptom="The loss jumps up after the first step, and comes down slowly.",
     zero=2,
+    vocab_size=62,  # equal parts: padding is memory as it comes
 )
 def gathered_rows_in_another_order() -> Iterator[None]:
     """The updated rows of all ranks are put together from the last rank to the first."""

@@ -45,19 +45,18 @@ def one_receive_buffer_for_all_microbatches() -> Iterator[None]:
 
     Its backward pass is still to come where all forwards are before all backwards.
     """
-    prepare = Stage._setup_forward_recv_info
+    shared: dict[Stage, Any] = {}
 
-    def wrong(self: Stage, num_microbatches: int, has_backward: bool) -> None:
-        prepare(self, num_microbatches, has_backward)
-        if self.is_first:
-            return
-        (shared,) = self.args_recv_info[0]
-        for chunk in range(1, num_microbatches):
-            (info,) = self.args_recv_info[chunk]
-            assert shared.buffer is not None
-            info.buffer = shared.buffer.data  # not under the eyes of autograd
+    def wrong(self: Stage, chunk: int) -> Any:
+        received = self.args_recv_info[chunk]
+        pipeline_parallel.make_room(received, self.device)
+        for info in received:
+            if not info.is_root_arg:
+                # `data`: not under the eyes of autograd.
+                info.buffer = shared.setdefault(self, info.buffer).data
+        return PipelineStage.get_fwd_recv_ops(self, chunk)
 
-    with patch.object(Stage, "_setup_forward_recv_info", wrong):
+    with patch.object(Stage, "get_fwd_recv_ops", wrong):
         yield
 
 
