@@ -52,8 +52,8 @@ def one_receive_buffer_for_all_microbatches() -> Iterator[None]:
         pipeline_parallel.make_room(received, self.device)
         for info in received:
             if not info.is_root_arg:
-                # `data`: not under the eyes of autograd.
-                info.buffer = shared.setdefault(self, info.buffer).data
+                first: Any = shared.setdefault(self, info.buffer)
+                info.buffer = first.data  # not under the eyes of autograd
         return PipelineStage.get_fwd_recv_ops(self, chunk)
 
     with patch.object(Stage, "get_fwd_recv_ops", wrong):
