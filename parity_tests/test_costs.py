@@ -17,10 +17,10 @@ from dtensor_llm.planner.traffic import Traffic, merged
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
 from dtensor_llm.worlds.processes_spawn import spawn
-from parity_tests.harness import LLAMA, SECONDS, batches_for, small_config
+from parity_tests.harness import LLAMA, ROOT, SECONDS, batches_for, small_config
 
 FIVE = {"layers": 5, "micro_batch_size": 1}
-FILE = "parity_tests/schedule_of_two_ranks.csv"
+FILE = str(ROOT / "parity_tests" / "schedule_of_two_ranks.csv")
 THREES = {"heads": 6, "width": 24, "ffn_width": 33, "seq_len": 9, "vocab_size": 58}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fused": ("2x1x2", {"fused_qkv": True}),

@@ -27,7 +27,7 @@ from dtensor_llm.planner.parameters import Place
 from dtensor_llm.schedules.kinds import NAMES
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
-from parity_tests.harness import LLAMA, SECONDS, batches_for, small_config
+from parity_tests.harness import LLAMA, ROOT, SECONDS, batches_for, small_config
 
 # Rajbhandari et al., arXiv 1910.02054, table 1: GB a device by data-parallel ranks, for a model of
 # so many billions of parameters: stage 1, 2 and 3. The paper rounds here and cuts off there.
@@ -111,7 +111,10 @@ def measure_all(config: Config) -> list[Measured]:
 
 FIVE = {"layers": 5, "micro_batch_size": 1}
 ONE = {"layers": 5, "micro_batch_size": 4}
-FILE, FILED = "parity_tests/schedule_of_two_ranks.csv", {"layers": 5, "global_batch_size": 6}
+FILE, FILED = (
+    str(ROOT / "parity_tests" / "schedule_of_two_ranks.csv"),
+    {"layers": 5, "global_batch_size": 6},
+)
 DDP = {"zero": 0, "ddp": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero 1": ("1x1x2", {"zero": 1, "layers": 3}),

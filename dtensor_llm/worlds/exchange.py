@@ -4,8 +4,8 @@ gloo's own reduce-scatter is an all-reduce of the whole tensor, of which each ra
 part: twice the bytes, and three more copies. Here each rank sends the others their parts and adds
 up what it gets, in the order of the ranks. gloo's all-gather goes in a ring and puts the parts one
 after another: to have them side by side along a later dim is a copy of the whole, once it is there.
-Here each part goes straight to where it belongs, in as many messages as it has runs of memory. To a
-recorder each of the two is one operation.
+Here a part whose runs of memory are long goes straight to where it belongs, a message for each;
+others go as one and are unpacked where they arrive. To a recorder each of the two is one operation.
 
 Both have a beginning and an end, and whoever has work that needs nothing of the others does it
 between the two: see `overlap`.
