@@ -220,8 +220,14 @@ def test_plan_has_what_the_memory_forms_say(zero: int) -> None:
         names = [parameter.name for parameter in plan.parameters]
         assert ("head.weight" in names) == (pp == 0 and zero in (0, 3))
     blocks = ["blocks.0.mlp.up.weight", "blocks.3.mlp.up.weight"]
-    first = plan_stages(config)[0].parameters
-    assert [p.name for p in first if p.name.endswith("up.weight")] == blocks
+    first = plan_stages(config)[0]
+    stages = {p.name: p.stages for p in first.parameters}
+    assert [name for name in stages if name.endswith("up.weight")] == blocks
+    assert first.stages == (0, 3)
+    assert [stages[name] for name in blocks] == [(0,), (3,)]
+    both = [(0,), (3,)] if zero in (0, 3) else [(0, 3)]
+    ends = [stages[name] for name in ("token_embedding.weight", "head.weight") if name in stages]
+    assert ends == both
 
 
 def test_placement() -> None:

@@ -118,7 +118,7 @@ def test_smallest_and_largest_are_those_of_real_ranks(case: str) -> None:
     config = CASES[case]
     ranks = held_in_training(config)
     for plan in plan_stages(config):
-        peers = [held for held in ranks if held.coordinates[0] == plan.stage]
+        peers = [held for held in ranks if held.coordinates[0] == plan.pp]
         assert plan.weight_bytes == max(held.weights for held in peers), "the first holds most"
         for p in plan.parameters:
             sizes = [num_elements(held.parameters[p.name][2]) for held in peers]

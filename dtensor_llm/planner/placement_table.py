@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from dtensor_llm import pipeline
 from dtensor_llm.config import Config
 from dtensor_llm.mesh import MESH_AXES
 from dtensor_llm.planner.placements import PlacedParameter, RankPlan, Shape
@@ -18,6 +19,7 @@ class Line:
     pattern: str  # their name, with * for the layer where there are several
     names: Sequence[str]
     stages: Sequence[int]
+    ranks: Sequence[int]  # their coordinates on pp
     example: PlacedParameter
 
 
@@ -48,7 +50,8 @@ def one_by_one(parameters: Iterable[PlacedParameter]) -> list[Line]:
 def line(found: Sequence[PlacedParameter]) -> Line:
     names = list(dict.fromkeys(p.name for p in found))
     name = names[0] if len(names) == 1 else pattern(names[0])
-    return Line(name, names, sorted({p.stage for p in found}), found[0])
+    stages = sorted({stage for p in found for stage in p.stages})
+    return Line(name, names, stages, sorted({p.pp for p in found}), found[0])
 
 
 def pattern(name: str) -> str:
@@ -67,6 +70,8 @@ def parameter_table(lines: Sequence[Line], config: Config, *, of_rank: bool = Fa
     for one in lines:
         p = one.example
         row = {"parameter": one.pattern, "x": str(len(one.names)), "stage": ranges(one.stages)}
+        if several_stages(config):
+            row["pp"] = ranges(one.ranks)
         row |= {"global shape": spell_shape(p.shape)}
         row |= {axis: placement_on(axis, p.placements) for axis in axes}
         row |= {"local shape": spell_shape(p.local_shape)}
@@ -81,6 +86,11 @@ def parameter_table(lines: Sequence[Line], config: Config, *, of_rank: bool = Fa
     numbers = {"x", "bytes", "local bytes"}
     align = ["right" if key in numbers else "left" for key in rows[0]]
     return tabulate(rows, headers="keys", disable_numparse=True, colalign=align)
+
+
+def several_stages(config: Config) -> bool:
+    """Whether a rank of pp has more stages than one."""
+    return pipeline.num_stages(config) > config.parallel.mesh.pp
 
 
 def axes_shown(config: Config, lines: Sequence[Line]) -> list[str]:
@@ -103,8 +113,9 @@ def placement_on(axis: str, placements: Mapping[str, str]) -> str:
 def total_table(plans: Sequence[RankPlan]) -> str:
     """A row for each plan: parameters and bytes of the whole stage, and bytes of the rank."""
     rows = [
-        {
-            "stage": str(plan.stage),
+        {"stage": ranges(plan.stages)}
+        | ({"pp": str(plan.pp)} if several_stages(plan.config) else {})
+        | {
             "layers": layer_numbers(plan),
             "parameters": f"{plan.num_parameters:,}",
             "their bytes": f"{plan.stage_bytes:,}",

@@ -1,6 +1,6 @@
 """Where every parameter lies: which stage holds it, and how each mesh axis divides it.
 
-Nothing here knows a strategy. One rank of each pipeline stage is built by `parallelize.place`, as
+Nothing here knows a strategy. One rank of each coordinate on pp is built by `parallelize.place`, as
 in training, but in the fake world and on the meta device: placements and local shapes are read off
 the DTensors, and the optimizer's share off the tensors that it steps on.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from dtensor_llm import pipeline
 from dtensor_llm.config import Config
 from dtensor_llm.mesh import build_mesh
 from dtensor_llm.optimizer import Optimizer
@@ -32,7 +33,8 @@ class PlacedParameter:
     Args:
         name: in the whole model; a tied weight has the name of the embedding on both stages, and on
             one rank that holds it twice the second one that of the head.
-        stage: the coordinate on pp, whose rank may have several stages of the pipeline.
+        pp: the rank's coordinate.
+        stages: which of the pipeline's have it: one, or both ends where they share a tied weight.
         shape: of the whole parameter.
         placements: {axis: placement}, of axes that its DTensor has; along the others the ranks hold
             the same elements.
@@ -45,7 +47,8 @@ class PlacedParameter:
     """
 
     name: str
-    stage: int
+    pp: int
+    stages: tuple[int, ...]
     shape: Shape
     placements: Mapping[str, str]
     local_shape: Shape
@@ -82,17 +85,22 @@ class RankPlan:
     parameters: Sequence[PlacedParameter]
 
     @property
-    def stage(self) -> int:
+    def pp(self) -> int:
         return self.coordinates["pp"]
 
     @property
+    def stages(self) -> tuple[int, ...]:
+        """Those of the pipeline that the rank has."""
+        return pipeline.placement(self.config)[self.pp]
+
+    @property
     def num_parameters(self) -> int:
-        """Elements of the stage's parameters, over all of its ranks, each once."""
+        """Elements of the parameters of its stages, over all of their ranks, each once."""
         return sum(num_elements(p.shape) for p in self.parameters if not p.is_copy)
 
     @property
     def stage_bytes(self) -> int:
-        """Of one copy of the stage's weights."""
+        """Of one copy of the weights of its stages."""
         return sum(p.num_bytes for p in self.parameters if not p.is_copy)
 
     @property
@@ -117,7 +125,7 @@ def num_elements(shape: Shape) -> int:
 
 
 def plan_stages(config: Config) -> list[RankPlan]:
-    """The first rank of every pipeline stage: of its stage, no rank holds more."""
+    """The first rank of every coordinate on pp: of those with its stages, none holds more."""
     mesh = config.parallel.mesh
     return [plan_rank(config, rank) for rank in range(0, mesh.num_ranks, mesh.num_ranks // mesh.pp)]
 
@@ -135,18 +143,26 @@ def read_placements(config: Config, world: World) -> RankPlan:
     mesh = build_mesh(config.parallel.mesh, "cpu")  # FSDP takes no mesh of the meta device
     placed = place(config, mesh, world.device)
     coordinates = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
+    pp = coordinates["pp"]
+    homes: dict[str, tuple[int, ...]] = {}
+    for stage, part in zip(pipeline.placement(config)[pp], placed.stages, strict=True):
+        for name in part.weights():
+            homes[name] = (*homes.get(name, ()), stage)
+    copies = placed.model.copies()
     shards = Optimizer(placed.model, config.train, placed.buckets).shards
     parameters = [
-        read_parameter(name, weight, coordinates["pp"], shards[name])
+        read_parameter(name, weight, pp, homes[name][: 1 if name in copies else None], shards[name])
         for name, weight in placed.model.weights().items()
     ]
-    for weight in placed.model.copies().values():
-        copy = read_parameter("head.weight", weight, coordinates["pp"], torch.empty(0))
+    for name, weight in copies.items():
+        copy = read_parameter("head.weight", weight, pp, homes[name][1:], torch.empty(0))
         parameters.append(replace(copy, is_copy=True))
     return RankPlan(config, world.rank, coordinates, parameters)
 
 
-def read_parameter(name: str, weight: Tensor, stage: int, stepped: Tensor) -> PlacedParameter:
+def read_parameter(
+    name: str, weight: Tensor, pp: int, stages: tuple[int, ...], stepped: Tensor
+) -> PlacedParameter:
     """What the tensors tell: `weight` is a DTensor, or a plain one that no axis divides.
 
     `stepped` is what the optimizer of this rank steps on.
@@ -160,7 +176,8 @@ def read_parameter(name: str, weight: Tensor, stage: int, stepped: Tensor) -> Pl
         smallest, largest = extremes(shape, weight.placements, weight.device_mesh.shape)
     return PlacedParameter(
         name=name,
-        stage=stage,
+        pp=pp,
+        stages=stages,
         shape=shape,
         placements=axes,
         local_shape=tuple(local_tensor(weight).shape),
