@@ -12,7 +12,7 @@ from dtensor_llm.checks.rule import (
 )
 from dtensor_llm.config import Config
 from dtensor_llm.refused_pairs import RefusedPair
-from dtensor_llm.schedules.check import ScheduleError, cells_of, grid
+from dtensor_llm.schedules.check import ScheduleError
 from dtensor_llm.schedules.csv_files import load
 from dtensor_llm.schedules.kinds import (
     LOOP,
@@ -38,30 +38,11 @@ def file_has_a_schedule(config: Config, _: Surroundings) -> Iterator[str]:
     if file is None:
         return
     try:
-        schedule = load(file)
+        load(file)
     except ScheduleError as error:
         yield refused_file(file, error.problem.removeprefix(f"{Path(file)}, "), error.grid)
-        return
     except OSError as error:
         yield f"--schedule-csv {file} cannot be read: {error.strerror}; another file would do"
-        return
-    last = schedule.num_stages - 1
-    home = schedule.rank_of_stage[last]
-    forwards = {  # of the last stage: {step: microbatch}
-        step: action.microbatch
-        for step, actions in enumerate(schedule.programs[home])
-        for action in actions
-        if (action.stage, action.kind) == (last, "F")
-    }
-    if [*forwards.values()] != sorted(forwards.values()):
-        step, wanted = next((s, i) for i, s in enumerate(forwards) if forwards[s] != i)
-        problem = (
-            f"rank {home} does {last}F{forwards[step]} before {last}F{wanted}, but torch takes the "
-            "losses of the last stage in order; the same cells in the order of the microbatches "
-            "would do"
-        )
-        culprits = [(home, s) for s, m in forwards.items() if m in (forwards[step], wanted)]
-        yield refused_file(file, problem, grid(cells_of(schedule), culprits))
 
 
 def refused_file(file: str, problem: str, shown: str) -> str:

@@ -67,6 +67,31 @@ def sweep(schedule: Schedule) -> list[tuple[int, Step]]:
     return order
 
 
+def check_losses(schedule: Schedule) -> None:
+    """Refuse a sound schedule whose last stage takes microbatches in another order than theirs.
+
+    Raises:
+        ScheduleError: with the grid.
+    """
+    last = schedule.num_stages - 1
+    home = schedule.rank_of_stage[last]
+    forwards = {  # of the last stage: {step: microbatch}
+        step: action.microbatch
+        for step, actions in enumerate(schedule.programs[home])
+        for action in actions
+        if (action.stage, action.kind) == (last, "F")
+    }
+    for wanted, (step, found) in enumerate(forwards.items()):
+        if found != wanted:
+            problem = (
+                f"rank {home} does {last}F{found} before {last}F{wanted}, but torch takes the "
+                "losses of the last stage in order; the same cells in the order of the "
+                "microbatches would do"
+            )
+            late = next(s for s, microbatch in forwards.items() if microbatch == wanted)
+            raise ScheduleError(problem, cells_of(schedule), [(home, step), (home, late)])
+
+
 def missing(step: Step, done: set[Action], schedule: Schedule) -> tuple[Action, Action] | None:
     """The first action of a step that cannot start, and what it lacks.
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from dtensor_llm.schedules.actions import Schedule, parse_step
-from dtensor_llm.schedules.check import ScheduleError, cells_of, sweep
+from dtensor_llm.schedules.check import ScheduleError, cells_of, check_losses, sweep
 
 
 def read_csv(
@@ -53,8 +53,15 @@ def read_csv(
 
 @cache
 def load(path: str) -> Schedule:
-    """`read_csv`, once a process: whoever asks again gets the same schedule."""
-    return read_csv(path)
+    """`read_csv` for training, once a process: whoever asks again gets the same schedule.
+
+    Raises:
+        ScheduleError: as there, and where the losses come in another order than the microbatches.
+        OSError: as there.
+    """
+    schedule = read_csv(path)
+    check_losses(schedule)
+    return schedule
 
 
 def microbatches_in(path: str) -> int | None:
