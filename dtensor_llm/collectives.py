@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dtensor_llm.worlds.exchange import AllGather, all_gather, reduce_scatter
+from dtensor_llm.worlds import exchange
 
 
 def redistribute(
@@ -77,9 +77,9 @@ def move(x: Tensor, group: dist.ProcessGroup, before: Placement, after: Placemen
         dist.all_reduce(total, group=group)
         return total
     if before.is_partial() and isinstance(after, Shard):
-        return reduce_scatter(x, after.dim, group)
+        return exchange.reduce_scatter(x, after.dim, group)
     assert isinstance(before, Shard) and after.is_replicate(), f"{before} to {after}: not a move"
-    return all_gather(x, before.dim, group)
+    return exchange.all_gather(x, before.dim, group)
 
 
 class GatheredAgain:
@@ -95,7 +95,7 @@ class GatheredAgain:
         """`whole` is what `shard`, a dim `dim` in parts, was gathered to; it is not kept."""
         self.shard, self.group, self.dim = shard.detach().contiguous(), group, dim
         self.address = whole.untyped_storage().data_ptr()
-        self.gather: AllGather | None = None
+        self.gather: exchange.AllGather | None = None
 
     def pack(self, x: Tensor) -> Tensor | tuple["GatheredAgain", Tensor]:
         """A view of the whole tensor gives way to its shape alone; all else is kept."""
@@ -107,7 +107,7 @@ class GatheredAgain:
     def start(self, *_: Tensor) -> None:
         """Begin to gather, unless that has been done for the other half of a split backward."""
         if self.gather is None:
-            self.gather = AllGather(self.shard, self.dim, self.group)
+            self.gather = exchange.AllGather(self.shard, self.dim, self.group)
 
     def gathered(self) -> Tensor:
         """The whole tensor, after waiting for it."""
@@ -138,26 +138,46 @@ def sum_in_one_buffer(parts: Sequence[Tensor], group: dist.ProcessGroup, device:
         part.copy_(total.view_as(part))
 
 
-def reduce_by_summing(model: nn.Module) -> None:
+def reduce_by_summing(model: nn.Module, *, overlap: bool = False) -> None:
     """Make `fully_shard` and `replicate` add gradients up instead of averaging them.
 
     The loss is divided once, by the tokens of the global batch. Both of the first calls are needed:
     without the second, a factor of one still asks gloo for a scaled sum, which it lacks in float32.
     None of them reaches the modules inside.
+
+    With `overlap`, what a block reduces is on its way while the blocks before it compute, which
+    torch does where there are streams only. That takes a `model` whose own weights, beside its
+    blocks', have gradients: their reduction ends the backward pass, and the others'.
     """
+    on_its_way: list[exchange.ReduceScatter] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_reduce_scatter(SummingReduceScatter())
+            own = list(module.parameters()) if overlap and module is not model else None
+            module.set_custom_reduce_scatter(SummingReduceScatter(on_its_way, own))
 
 
 class SummingReduceScatter(ReduceScatter):
-    """The `reduce_scatter` that `fully_shard` is to use."""
+    """The `reduce_scatter` that `fully_shard` is to use for one module.
+
+    Args:
+        on_its_way: the last reduce-scatter of any module, until it is waited for.
+        weights: the module's shards, where its own may be on its way for a while; `fully_shard`
+            reads a sum at once where it adds it to a gradient that is there.
+    """
+
+    def __init__(
+        self,
+        on_its_way: list[exchange.ReduceScatter],
+        weights: Sequence[nn.Parameter] | None = None,
+    ) -> None:
+        self.on_its_way, self.weights = on_its_way, weights
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
+        self.wait()  # what was sent is let go of before there is more
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -169,4 +189,12 @@ class SummingReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM and not async_op, "reduce_by_summing asks for no other"
-        reduce_scatter(input_tensor, 0, group, out=output_tensor)
+        scatter = exchange.ReduceScatter(input_tensor, 0, group, output_tensor)
+        scatter.send_all()
+        self.on_its_way.append(scatter)
+        if self.weights is None or any(weight.grad is not None for weight in self.weights):
+            self.wait()
+
+    def wait(self) -> None:
+        while self.on_its_way:
+            self.on_its_way.pop().wait()

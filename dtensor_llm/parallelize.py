@@ -174,6 +174,7 @@ def apply_data_parallel(
             reshard=parallel.reshards_after_forward,
             prefetch=parallel.prefetch_depth,
             offload=policy(device) if parallel.offload == "weights" else None,
+            overlap=parallel.mesh.pp == 1,
         )
     else:
         data_parallel.apply(stage, mesh, device)

@@ -66,6 +66,7 @@ def apply(
     reshard: bool = True,
     prefetch: int = 1,
     offload: OffloadPolicy | None = None,
+    overlap: bool = True,
 ) -> None:
     """Shard each block, and what is left of the model, over the one or two axes of `mesh`.
 
@@ -76,6 +77,8 @@ def apply(
         reshard: free a block's gathered weights after its forward pass.
         prefetch: how many blocks ahead weights are gathered.
         offload: where shards wait; None is on `device`.
+        overlap: reduce a block's gradients while the next computes, where there are no streams;
+            not for a pipeline stage, which may have no weights beside its blocks'.
     """
     policy = offload or OffloadPolicy()
     for block in model.blocks.values():
@@ -88,7 +91,9 @@ def apply(
         # Private: without it a gather ahead is waited for at once where there are no streams.
         root._set_unshard_async_op(True)
     gather_ahead(model, prefetch)
-    reduce_by_summing(model)
+    # Others read a sum as soon as it is there: on the second axis, and on its way to the host.
+    alone = device.type == "cpu" and mesh.ndim == 1 and offload is None
+    reduce_by_summing(model, overlap=overlap and alone)
 
 
 def gather_ahead(model: GPT, depth: int) -> None:

@@ -43,8 +43,7 @@ def reduce_scatter(
     Comm: one reduce-scatter of `x`.
     """
     scatter = ReduceScatter(x.contiguous(), dim, group, out)
-    for peer in scatter.peers:
-        scatter.send(peer)
+    scatter.send_all()
     return scatter.wait()
 
 
@@ -131,6 +130,11 @@ class ReduceScatter:
         """The part for `peer` is computed: let it go."""
         if self._number is not None:
             torch.ops.dtensor_llm.send_part(self.parts[peer], peer, self._number)
+
+    def send_all(self) -> None:
+        """All parts are computed."""
+        for peer in self.peers:
+            self.send(peer)
 
     def wait(self) -> Tensor:
         """This rank's part of the sum, once all are there; its own is computed."""

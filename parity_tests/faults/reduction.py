@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from dtensor_llm import optimizer, parallelize, train
+from dtensor_llm.collectives import SummingReduceScatter
 from dtensor_llm.config import Config
 from dtensor_llm.model import GPT
 from dtensor_llm.parallel import (
@@ -43,7 +44,31 @@ def halve(weight: Tensor) -> None:
 )
 def zero_averages_over_dp() -> Iterator[None]:
     """FSDP's default: the reduce-scatter divides by dp what was divided by all tokens already."""
-    with patch.object(zero, "reduce_by_summing", lambda _: None):
+    with patch.object(zero, "reduce_by_summing", lambda *_, **__: None):
+        yield
+
+
+@planted(
+    "zero",
+    "1x1x2",
+    "gradient",
+    sabotaged="gradient",
+    symptom="Right without accumulation; with it, and a slow network, microbatches are lost.",
+    micro_batch_size=2,
+)
+def sums_read_on_their_way() -> Iterator[None]:
+    """The reduction of a block is waited for at the next block's, although it was added at once.
+
+    What a slow network leaves to add is what the buffer held before: here zeros.
+    """
+    right = SummingReduceScatter.__call__
+
+    def wrong(self: SummingReduceScatter, output_tensor: Tensor, **others: Any) -> None:
+        if self.weights is not None:
+            self.weights = []
+        right(self, output_tensor.zero_(), **others)
+
+    with patch.object(SummingReduceScatter, "__call__", wrong):
         yield
 
 
