@@ -8,6 +8,7 @@ AdamW, clip 1.0. Two processes talk over gloo, with one thread each; what one ra
 of them does with two threads, while the other sleeps. All alternate step by step, so that they meet
 the same weather: ratios are medians of the ratios round by round. `pair` is the step of one rank
 and one thread, done by both ranks at once without a word: what two busy cores cost each other.
+`pp-forecast` is not timed: it is what the simulator makes of the times that the stages take alone.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from benchmark.forecast import forecast_step
 from benchmark.plain import Step, plain_ddp_step, plain_fsdp_step, plain_step
 from tabulate import tabulate
 from torch import Tensor
@@ -50,7 +52,9 @@ class Variant:
         target: of its time over that of `one`.
         other: name of the variant that it is compared with, ...
         share: ... of whose time this part counts.
-        other_target: of that ratio.
+        other_target: of that ratio, ...
+        other_least: ... which has a lower bound, too, where it is to be as near one as this.
+        forecast: the step returns seconds, and is not timed.
         silent: both ranks do, at the same time, the step of one rank.
     """
 
@@ -61,6 +65,8 @@ class Variant:
     other: str = ""
     share: float = 1.0
     other_target: float | None = None
+    other_least: float | None = None
+    forecast: bool = False
     silent: bool = False
 
     def is_alone(self, rank: int) -> bool:
@@ -93,6 +99,11 @@ def our_step(
 PIPELINED = dataclasses.replace(TRAIN, micro_batch_size=BATCH // MICROBATCHES)
 IDEAL_PIPELINE = (MICROBATCHES + RANKS - 1) / (MICROBATCHES * RANKS)
 
+
+def forecast(world: World) -> Step:
+    return forecast_step(Config(MODEL, PIPELINED, ParallelConfig(MeshSizes(pp=RANKS))), world)
+
+
 ONE = "one"
 VARIANTS: dict[str, Variant] = {
     "plain": Variant(partial(plain_step, MODEL), ranks=1, threads=2),
@@ -121,6 +132,7 @@ VARIANTS: dict[str, Variant] = {
         share=IDEAL_PIPELINE,
         other_target=1.06,
     ),
+    "pp-forecast": Variant(forecast, forecast=True, other="pp", other_target=1.1, other_least=0.9),
 }
 
 
@@ -203,7 +215,7 @@ def bench(
     measured: dict[str, list[Times]] = {name: [] for name in variants}
     for index, batch in enumerate(batches(WARMUP + num_steps)):
         for name in variants if index % 2 else reversed(list(variants)):
-            times = timed(steps.get(name), variants[name].threads, *batch)
+            times = timed(steps.get(name), variants[name], *batch)
             if index >= WARMUP:
                 measured[name].append(times)
     own = [[dataclasses.astuple(times) for times in measured[name]] for name in variants]
@@ -217,14 +229,14 @@ def bench(
         print(waiting(variants, process[1]))
 
 
-def timed(step: Step | None, threads: int, tokens: Tensor, labels: Tensor) -> Times:
+def timed(step: Step | None, variant: Variant, tokens: Tensor, labels: Tensor) -> Times:
     """One step of those that take part; the others (None) wait for its end."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(variant.threads)
     dist.barrier()
     start = (time.perf_counter(), time.thread_time(), time.process_time())
     if step is not None:
-        step(tokens, labels)
-        wall = time.perf_counter() - start[0]
+        returned = step(tokens, labels)
+        wall = returned if variant.forecast else time.perf_counter() - start[0]
         times = Times(wall, time.thread_time() - start[1], time.process_time() - start[2])
     dist.barrier()
     if step is None:
@@ -245,7 +257,7 @@ def table(
         row += [ratio(own, seconds[ONE]), target(v.target)]
         if v.other:
             share = f"{v.share:g} " if v.share != 1 else ""
-            row += [ratio(own, seconds[v.other], v.share), target(v.other_target)]
+            row += [ratio(own, seconds[v.other], v.share), target(v.other_target, v.other_least)]
             row += [f"{share}{v.other}"]
         rows.append(row)
     headers = ["step", "ranks x threads", "median ms", "least ms", "CPU ms", f"of {ONE}", "target"]
@@ -256,8 +268,10 @@ def ratio(own: Sequence[float], other: Sequence[float], share: float = 1.0) -> s
     return f"{median(a / (share * b) for a, b in zip(own, other, strict=True)):.3f}"
 
 
-def target(value: float | None) -> str:
-    return "" if value is None else f"<= {value:.2f}"
+def target(value: float | None, least: float | None = None) -> str:
+    if value is None:
+        return ""
+    return f"<= {value:.2f}" if least is None else f"{least:.2f} to {value:.2f}"
 
 
 def waiting(variants: Mapping[str, Variant], second: Tensor) -> str:
@@ -272,10 +286,10 @@ def profile_one(
     """Where the time goes, on rank 0: first on the clocks, then by operator."""
     ((name, variant),) = variants.items()
     step = make_all(variants, alone, world).get(name)
-    measured = [timed(step, variant.threads, *batch) for batch in batches(WARMUP + num_steps)]
+    measured = [timed(step, variant, *batch) for batch in batches(WARMUP + num_steps)]
     with profile(activities=[ProfilerActivity.CPU]) as found:
         for batch in batches(num_steps):
-            timed(step, variant.threads, *batch)
+            timed(step, variant, *batch)
     if world.rank == 0:
         print(clocks(name, measured[WARMUP:]))
         print(operators(found, num_steps))

@@ -38,7 +38,7 @@ from towers.model import (
 )
 
 from dtensor_llm.planner.schedule import simulate
-from dtensor_llm.planner.stage_times import LayerTime, time_layers, times_of_stages
+from dtensor_llm.planner.stage_times import LayerTime, time_layers, time_transfer, times_of_stages
 from dtensor_llm.schedules.torch_orders import make_schedule
 from dtensor_llm.stages import balance
 from dtensor_llm.worlds import World, processes
@@ -198,7 +198,7 @@ def measure(asked: argparse.Namespace, world: World) -> Measured:
         "equal numbers": balance((1,) * len(layers), world.size),
         "by the clock": balance(tuple(t.whole for t in times), world.size),
     }
-    transfer = measured_transfer(given[cuts["by the clock"][0].stop], asked.rounds, world)
+    transfer = time_transfer(given[cuts["by the clock"][0].stop], world, repeats=asked.rounds)
     if asked.sleep:
         layers = [SleepingLayer(*pair) for pair in zip(times, given[1:], strict=True)]
     pipelines = {
@@ -232,22 +232,6 @@ def measured_layers(
     dist.all_reduce(table)
     *rows, (share, _) = (table / world.size).tolist()
     return [LayerTime(*row) for row in rows], share
-
-
-def measured_transfer(like: Tensor, repeats: int, world: World) -> float:
-    """Half of there and back between the first two ranks; the same on every rank."""
-    message, seconds = torch.zeros(like.shape), []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
-        for sender in (0, 1):
-            if world.rank == sender:
-                dist.send(message, 1 - sender)
-            elif world.rank == 1 - sender:
-                dist.recv(message, sender)
-        seconds.append((time.perf_counter() - start) / 2)
-    found = torch.tensor(statistics.median(seconds[1:]), dtype=torch.float64)
-    dist.broadcast(found, 0)
-    return found.item()
 
 
 def report(found: Measured, asked: argparse.Namespace) -> bool:

@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtensor_llm.planner.schedule import Times
+from dtensor_llm.worlds import World
 
 
 class LayerTime(NamedTuple):
@@ -83,6 +85,28 @@ def _round(
         backward.append(time.perf_counter() - start)
         gradient = own.grad
     return [LayerTime(*both) for both in zip(forward, reversed(backward), strict=True)]
+
+
+def time_transfer(like: Tensor, world: World, *, repeats: int = 5) -> float:
+    """Seconds of a message as large as `like` between two ranks; the same on every rank.
+
+    Half the median of there and back between the first two of all ranks, after a first round that
+    is not counted. All ranks call it.
+
+    Comm: 2 (1 + `repeats`) messages between these, and a broadcast of one number.
+    """
+    message, seconds = torch.zeros(like.shape, dtype=like.dtype), []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        for sender in (0, 1):
+            if world.rank == sender:
+                dist.send(message, 1 - sender)
+            elif world.rank == 1 - sender:
+                dist.recv(message, sender)
+        seconds.append((time.perf_counter() - start) / 2)
+    found = torch.tensor(statistics.median(seconds[1:]), dtype=torch.float64)
+    dist.broadcast(found, 0)
+    return found.item()
 
 
 def times_of_stages(
