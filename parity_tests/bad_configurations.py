@@ -822,6 +822,16 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
         f"--metrics {TOO_LONG}",
         [f"--metrics {TOO_LONG} cannot be written: File name too long; another file would do"],
     ),
+    (
+        ALONE,
+        "--metrics scripts/record.jsonl --record scripts",
+        ["--metrics scripts/record.jsonl is where --record scripts writes; another file would do"],
+    ),
+    (
+        ALONE,
+        "--metrics run --record run",
+        ["--metrics run is where --record run writes; another file would do"],
+    ),
     (ALONE, "--metrics", ["--metrics without a value: must be a FILE"]),
     (
         ALONE,

@@ -191,6 +191,14 @@ def record_can_be_written(config: Config, surroundings: Surroundings) -> Iterato
         yield f"--record {path} cannot be written: {error.strerror}; another folder would do"
 
 
+def metrics_and_record_are_apart(config: Config, _: Surroundings) -> Iterator[str]:
+    if config.run.metrics is None or config.run.record is None:
+        return
+    path, folder = Path(config.run.metrics), Path(config.run.record)
+    if path.absolute() in (folder.absolute(), folder.absolute() / "record.jsonl"):
+        yield f"--metrics {path} is where --record {folder} writes; another file would do"
+
+
 def _try_writing(path: Path) -> None:
     """Raise OSError where `path` cannot be written; leave no trace."""
     if path.exists():
@@ -214,4 +222,5 @@ MACHINE_RULES = (
     ),
     Rule(metrics_can_be_written, frozenset({"metrics", "data"})),
     Rule(record_can_be_written, frozenset({"record"})),
+    Rule(metrics_and_record_are_apart, frozenset({"metrics", "record"})),
 )
