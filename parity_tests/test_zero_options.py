@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+from dtensor_llm.collectives import SummingReduceScatter
 from dtensor_llm.config import Config
 from dtensor_llm.plan import local_tensor
 from dtensor_llm.train import Trainer
@@ -25,7 +26,8 @@ ROOT = "root"
 class Sequence:
     """What one rank did, and with what: a block or root.
 
-    gather (an all-gather begins), arrived (it has been waited for), reduce, forward, backward.
+    gather (an all-gather begins), arrived (it has been waited for), reduce (a reduction begins),
+    summed (it has been waited for), forward, backward.
     """
 
     events: list[tuple[str, str]] = field(default_factory=list)
@@ -46,7 +48,8 @@ def recorded(rank: int = 0) -> Iterator[Sequence]:
     """The all-gathers and reductions of weights, of the one rank."""
     seen = Sequence()
     gather, reduce = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_reduce
-    copy_out = _fsdp_param_group.foreach_all_gather_copy_out
+    copy_out, wait = _fsdp_param_group.foreach_all_gather_copy_out, SummingReduceScatter.wait
+    reduced: list[str] = []  # and not waited for
 
     def seen_gather(parameters: list[Any], *args: Any) -> Any:
         result = gather(parameters, *args)
@@ -65,12 +68,19 @@ def recorded(rank: int = 0) -> Iterator[Sequence]:
     def seen_reduce(parameters: list[Any], *args: Any) -> Any:
         if dist.get_rank() == rank:
             seen.events.append(("reduce", owner_of(parameters)))
+            reduced.append(owner_of(parameters))
         return reduce(parameters, *args)
+
+    def seen_wait(self: SummingReduceScatter) -> None:
+        if dist.get_rank() == rank and self.on_its_way:
+            seen.events.append(("summed", reduced.pop(0)))
+        wait(self)
 
     with (
         patch.object(_fsdp_param_group, "foreach_all_gather", seen_gather),
         patch.object(_fsdp_param_group, "foreach_all_gather_copy_out", seen_copy_out),
         patch.object(_fsdp_param_group, "foreach_reduce", seen_reduce),
+        patch.object(SummingReduceScatter, "wait", seen_wait),
     ):
         yield seen
 
@@ -222,6 +232,33 @@ def test_gathers_ahead_travel_while_a_block_computes(depth: int) -> None:
     for order, seen in ((every, travels["forward"]), (every[::-1], travels["backward"])):
         for turn, block in enumerate(order):
             assert seen[block] == order[turn + 1 : turn + 1 + depth], block
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_sums_travel_while_the_next_block_computes(m: int) -> None:
+    """Of the first microbatch; what is added to gradients that are there is waited for at once."""
+    config = small_config("1x1x2", layers=3, micro_batch_size=4 // m)
+    told = ("reduce", "summed", "backward")
+    events = [event for event in one_step(config).events if event[0] in told]
+    first, *others = [events[i * len(events) // m : (i + 1) * len(events) // m] for i in range(m)]
+    assert first == [
+        ("backward", "2"),
+        ("reduce", "2"),
+        ("backward", "1"),
+        ("reduce", "1"),
+        ("summed", "2"),
+        ("backward", "0"),
+        ("reduce", "0"),
+        ("summed", "1"),
+        ("reduce", ROOT),
+        ("summed", "0"),
+        ("summed", ROOT),
+    ]
+    for events in others:
+        assert [what for what, _ in events] == [
+            *["backward", "reduce", "summed"] * 3,
+            *["reduce", "summed"],
+        ]
 
 
 def test_depth_does_not_change_the_bytes() -> None:
