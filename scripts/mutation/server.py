@@ -180,7 +180,8 @@ class Server:
         finally:
             for run in running:
                 run.kill()
-                os.waitpid(run.pid, 0)
+                with contextlib.suppress(ChildProcessError):  # its outcome has been asked for
+                    os.waitpid(run.pid, 0)
 
     def fork(self, job: Job) -> Run:
         self.count += 1
@@ -231,7 +232,7 @@ def redirect_output(log: Path) -> None:
 
 def preload(root: Path) -> None:
     """Import every module from elsewhere that a file of the repository imports at its top."""
-    own = {path.stem for path in root.iterdir()} | {p.stem for p in (root / "scripts").glob("*.py")}
+    own = {path.stem for folder in (root, root / "scripts") for path in folder.iterdir()}
     for name in sorted({n for path in root.rglob("*.py") for n in imported(path)}):
         if name.split(".")[0] not in own:
             with warnings.catch_warnings(), contextlib.suppress(ImportError):

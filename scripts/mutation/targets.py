@@ -23,6 +23,7 @@ SCHEDULES = (
     "test_schedule_runs",
 )
 SUMS = (TENSOR, DATA, SEQUENCE, ZERO, OPTIMIZER)
+SHARDS = ("test_zero_options", *SUMS, "test_offload")
 
 ALL_SCHEDULES = "test_pipeline_schedules"
 
@@ -32,7 +33,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "loss.py": (TENSOR, DATA, TRAIN, PIPELINE),
     "optimizer.py": (OPTIMIZER, TRAIN, ZERO),
     "rng.py": (RNG, MODEL),
-    "collectives.py": SUMS,
+    "collectives.py": SHARDS,
     "overlap.py": ("test_overlap",),
     "parallelize.py": STEP,
     "pipeline.py": (ALL_SCHEDULES,),
@@ -46,7 +47,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "parallel/sequence_parallel.py": TENSORS,
     "parallel/tensor_parallel.py": TENSORS,
     "parallel/tensor_parallel_2d.py": (TENSOR_2D,),
-    "parallel/zero.py": SUMS,
+    "parallel/zero.py": SHARDS,
     "planner/schedule.py": SCHEDULES,
     "planner/stage_times.py": ("test_stage_times",),
     "schedules/actions.py": SCHEDULES,
