@@ -1,7 +1,7 @@
 """Products beside the exchange of what they take or give: the same numbers, kept tensors, bytes."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -233,17 +233,23 @@ def test_equals_one_device_in_processes(
         assert is_predicted
 
 
-def fuse() -> None:
-    """Take torch's operators for CUDA, and for those what torch computes on other devices."""
+@cache
+def compute_on_the_cpu() -> None:
+    """What torch's operators for CUDA do, as torch computes it on other devices."""
     symmetric_memory.operator("fused_all_gather_matmul")
     library.impl("fused_all_gather_matmul", _fused_all_gather_matmul_fallback, "CPU")
     library.impl("fused_matmul_reduce_scatter", _fused_matmul_reduce_scatter_fallback, "CPU")
-    overlap.is_fused = lambda _: True
 
 
 library = torch.library.Library("symm_mem", "IMPL")
 
 
+def fuse() -> None:
+    compute_on_the_cpu()
+    overlap.is_fused = lambda _: True
+
+
+@pytest.mark.parametrize("run", [threads.run, spawn], ids=["threads", "processes"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -253,9 +259,12 @@ library = torch.library.Library("symm_mem", "IMPL")
     ],
     ids=str,
 )
-def test_operators_of_cuda_are_called_as_they_want(options: dict[str, Any]) -> None:
+def test_operators_of_cuda_are_called_as_they_want(
+    options: dict[str, Any], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlap, "is_fused", overlap.is_fused)  # and what it was comes back
     config = overlapped("2x1x1", dropout=0.1, **options)
-    for report, is_predicted in spawn(2, partial(compared, config, fuse), timeout=SECONDS):
+    for report, is_predicted in run(2, partial(compared, config, fuse), timeout=SECONDS):
         assert report.passed, report
         assert is_predicted
 
