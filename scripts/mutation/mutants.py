@@ -11,7 +11,7 @@ and why:
 - the first binding of a name, `self.x = ...` in `__init__`, the `return` at the end of a function:
   deleting them is a NameError, an AttributeError or a None for every caller, an easy kill that says
   nothing
-- what only a GPU can tell: `only_for_gpus`
+- what only a GPU can tell: `only_for_gpus`, and `non_blocking=` of copies
 """
 
 import ast
@@ -122,7 +122,7 @@ def parts(node: ast.AST) -> list[ast.AST]:
         return []
     if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
         return []  # the sign and the number are one
-    if isinstance(node, ast.keyword) and node.arg == "strict":
+    if isinstance(node, ast.keyword) and node.arg in ("strict", "non_blocking"):
         return []
     if called(node) == "isinstance":
         return [node.args[0]]  # type: ignore[attr-defined] # a Call
