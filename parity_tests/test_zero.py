@@ -51,16 +51,39 @@ def test_gradients_equal_its_reference(dp: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_training_equals_its_reference(stage: int) -> None:
+def test_gradients_of_replicas_equal_its_reference(stage: int) -> None:
+    """Three of them: two halves of a sum are the same in either order."""
+    config = small_config(
+        "dp_replicate=3,dp_shard=2",
+        zero=stage,
+        global_batch_size=12,
+        micro_batch_size=1,
+        dropout=0.1,
+    )
+    assert config.microbatches == 2
+    strategy = partial(reference.loss_and_gradients, dp=2, stage=stage, microbatches=2, replicas=3)
+    report = strategy_parity(config, strategy)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize(("mesh", "replicas"), [("1x1x4", 1), ("dp_replicate=2,dp_shard=2", 2)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_equals_its_reference(stage: int, mesh: str, replicas: int) -> None:
     """AdamW on the rows of the reference against AdamW on those of the mesh."""
-    config = small_config("1x1x4", zero=stage, micro_batch_size=1)
+    config = small_config(mesh, zero=stage, micro_batch_size=1)
     options = options_from(ModelOptions, dataclasses.asdict(config.model))
     how = options_from(TrainingOptions, dataclasses.asdict(config.train))
     model = Model(options, initial_weights(options, config.train.seed, torch.float64))
     batches = [batches_for(config).batch(step) for step in range(config.train.steps)]
     pairs = [(b.tokens, b.labels) for b in batches]
     run = reference.train_steps(
-        model, pairs, how, dp=4, stage=stage, microbatches=config.microbatches
+        model,
+        pairs,
+        how,
+        dp=4 // replicas,
+        stage=stage,
+        microbatches=config.microbatches,
+        replicas=replicas,
     )
     report = parity_with(config, run)
     assert report.passed, report

@@ -9,9 +9,12 @@
    free them. Backward gathers once more, and its gradients are reduce-scattered at once.
 4. The update works on each element by itself, so rows are updated where they lie.
    Only the gradient norm needs the other ranks: one number, summed before the root is taken.
+5. Hybrid: several such groups of dp ranks, on other sequences, each a whole replica. What is shared
+   out travels within a group, which is to be one machine; between the groups only the summed rows
+   of gradients do, 1/dp of the model from each rank. Every group then makes the same update.
 
 Paper: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5; Zhao et al., "PyTorch FSDP", arXiv
-2304.11277, section 3. Shards here are rows (dim 0), as in FSDP2.
+2304.11277, section 3 (hybrid: 3.2.2). Shards here are rows (dim 0), as in FSDP2.
 
     on each rank, between two microbatches    stage 0    stage 1    stage 2    stage 3
     weights                                   all        all        all        1/dp
@@ -21,6 +24,7 @@ Paper: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5; Zhao et al., "Py
     collectives of a step on dp, m microbatches     stage 1    stage 2    stage 3
     all-gather of each weight                       1          1          2 m: forward, backward
     reduce-scatter of each gradient                 1          m          m
+    all-reduce of its rows over replicas            1          1          m
     all-reduce of 1 number                          valid labels; loss; squared norm
 
 Three choices change when and where, and no number, so that this page is the reference for them too:
@@ -104,21 +108,23 @@ def loss_and_gradients(
     dp: int,
     stage: int = 3,
     microbatches: int = 1,
+    replicas: int = 1,
 ) -> tuple[float, Gradients]:
-    """The mean loss of the global batch and its gradient, computed by dp ranks.
+    """The mean loss of the global batch and its gradient, computed by replicas x dp ranks.
 
     Args:
         model: whole weights.
-        tokens: b t of the global batch; dp x microbatches must divide b.
+        tokens: b t of the global batch; replicas x dp x microbatches must divide b.
         labels: b t, -100 ignored.
         dropout: None in evaluation.
-        dp: number of ranks.
+        dp: number of ranks that share the model out.
         stage: 1, 2 or 3.
         microbatches: accumulation steps of each rank.
+        replicas: groups of so many ranks.
     """
-    ranks = start(model.weights, dp, stage)
-    pieces = pieces_of(tokens, labels, dropout, dp, microbatches)
-    loss, gradients = STAGES[stage](ranks, model.options, pieces, max(1, num_valid(labels)))
+    groups = [start(model.weights, dp, stage) for _ in range(replicas)]
+    pieces = pieces_of(tokens, labels, dropout, replicas * dp, microbatches)
+    loss, gradients = hybrid(groups, model.options, pieces, max(1, num_valid(labels)), stage)
     return loss, gather(gradients)
 
 
@@ -130,29 +136,35 @@ def train_steps(
     dp: int,
     stage: int = 3,
     microbatches: int = 1,
+    replicas: int = 1,
 ) -> Run:
-    """The training loop of dp ranks; the run that comes back has whole tensors.
+    """The training loop of replicas x dp ranks; the run that comes back has whole tensors.
 
     Args:
         model: whole initial weights.
-        batches: for each step tokens and labels, b t; dp x microbatches must divide b.
+        batches: for each step tokens and labels, b t; replicas x dp x microbatches must divide b.
         how: the training options.
-        dp: number of ranks.
+        dp: number of ranks that share the model out.
         stage: 1, 2 or 3.
         microbatches: accumulation steps of each rank.
+        replicas: groups of so many ranks.
     """
-    ranks = start(model.weights, dp, stage)
+    groups = [start(model.weights, dp, stage) for _ in range(replicas)]
     run = Run(weights={})
     for step, (tokens, labels) in enumerate(batches):
-        pieces = pieces_of(tokens, labels, Dropout(how.seed, step), dp, microbatches)
-        loss, gradients = STAGES[stage](ranks, model.options, pieces, max(1, num_valid(labels)))
+        pieces = pieces_of(tokens, labels, Dropout(how.seed, step), replicas * dp, microbatches)
+        loss, gradients = hybrid(groups, model.options, pieces, max(1, num_valid(labels)), stage)
         norm = math.sqrt(sum(gradient_norm(own) ** 2 for own in gradients))
         run.losses.append(loss)
         run.tokens.append(num_valid(labels))
         run.gradient_norms.append(norm)
         run.learning_rates.append(learning_rate(how, step))
         if run.tokens[-1] > 0:
-            optimizer_step(ranks, gradients, norm, how, run.learning_rates[-1], stage)
+            for own in gradients:
+                clip(own, norm, how.clip_grad)
+            for ranks in groups:
+                optimizer_step(ranks, gradients, how, run.learning_rates[-1], stage)
+    ranks = groups[0]
     run.weights = gather([rank.weights for rank in ranks]) if stage == 3 else ranks[0].weights
     run.optimizer.exp_avg = gather([rank.state.exp_avg for rank in ranks])
     run.optimizer.exp_avg_sq = gather([rank.state.exp_avg_sq for rank in ranks])
@@ -173,6 +185,27 @@ def pieces_of(
     """[rank][microbatch]"""
     shares = split_batch(tokens, labels, dropout, dp)
     return [list(split_batch(*share, microbatches)) for share in shares]
+
+
+def hybrid(
+    groups: list[list[Rank]],
+    options: ModelOptions,
+    pieces: list[list[Piece]],
+    total: int,
+    stage: int,
+) -> tuple[float, list[Gradients]]:
+    """Each group of ranks by itself, with its part of the batch; then all-reduce over the groups.
+
+    Gives the loss and, for each rank of any group, the gradients of its rows.
+    """
+    dp, loss = len(groups[0]), 0.0
+    summed: list[Gradients] = []
+    for index, ranks in enumerate(groups):
+        own = pieces[index * dp : (index + 1) * dp]
+        part, gradients = STAGES[stage](ranks, options, own, total)
+        loss += part
+        summed = list(map(added, summed, gradients)) if summed else gradients
+    return loss, summed
 
 
 def stage_1(
@@ -232,7 +265,6 @@ STAGES: dict[int, Stage] = {1: stage_1, 2: stage_2, 3: stage_3}
 def optimizer_step(
     ranks: list[Rank],
     gradients: list[Gradients],
-    norm: float,
     how: TrainingOptions,
     lr: float,
     stage: int,
@@ -240,7 +272,6 @@ def optimizer_step(
     """Every rank updates its rows; where weights are whole, all-gather them after that."""
     dp = len(ranks)
     for index, (rank, own) in enumerate(zip(ranks, gradients, strict=True)):
-        clip(own, norm, how.clip_grad)
         rows = rank.weights if stage == 3 else rows_of(rank.weights, index, dp)
         update(rows, own, rank.state, how, lr)
     if stage < 3:
