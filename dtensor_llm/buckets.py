@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_llm.plan import Part, chunk, local_tensor
+from dtensor_llm.worlds.exchange import ReduceScatter
 
 
 class Bucket:
@@ -53,7 +54,7 @@ class Bucket:
             numel = -(-len(x) // self.size) * x[0].numel()
             self.columns[name] = slice(self.width, self.width + numel)
             self.width += numel
-        self.work: dist.Work | None = None
+        self.work: dist.Work | ReduceScatter | None = None
         self.message: Tensor | None = None  # ranks width
         self.line: Tensor | None = None  # width
         self.forget()
@@ -102,8 +103,8 @@ class Bucket:
             self.line = self.message[0]
             return
         self.line = self.message.new_empty(self.width)
-        message = self.message.flatten()  # a view: gloo wants equal numbers of dims
-        self.work = dist.reduce_scatter_single(self.line, message, group=self.group, async_op=True)
+        self.work = ReduceScatter(self.message.flatten(), 0, self.group, self.line)
+        self.work.send_all()
 
     def accumulate(self, *, is_last: bool) -> None:
         """Wait for `reduce` and add its result up; after the last one, begin to sum over copies.

@@ -122,6 +122,7 @@ class ReduceScatter:
         self._whole, self._dim, self._group = whole, dim, group
         self._out = whole.new_empty(self.parts[0].shape) if out is None else out
         self._number: int | None = None
+        self._work: dist.Work | None = None
         if dist.get_backend(group) == "gloo":
             begin = torch.ops.dtensor_llm.begin_reduce_scatter
             self._number = begin(self._out, whole, dim, group.group_name)
@@ -132,15 +133,22 @@ class ReduceScatter:
             torch.ops.dtensor_llm.send_part(self.parts[peer], peer, self._number)
 
     def send_all(self) -> None:
-        """All parts are computed."""
+        """All parts are computed, and none has been let go yet: let them all go."""
+        if self._number is None:
+            self._whole = torch.cat(self.parts) if self._dim else self._whole
+            self._work = dist.reduce_scatter_single(
+                self._out, self._whole, group=self._group, async_op=True
+            )
         for peer in self.peers:
             self.send(peer)
 
     def wait(self) -> Tensor:
         """This rank's part of the sum, once all are there; its own is computed."""
         if self._number is None:
-            parts = torch.cat(self.parts) if self._dim else self._whole
-            dist.reduce_scatter_single(self._out, parts, group=self._group)
+            if self._work is None:
+                self.send_all()
+            assert self._work is not None
+            self._work.wait()
             return self._out
         travels, own = _on_their_way.pop(self._number), self._group.rank()
         terms = [

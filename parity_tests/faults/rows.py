@@ -156,14 +156,14 @@ def rows_off_by_one_where_uneven() -> Iterator[None]:
     micro_batch_size=2,
 )
 def bucket_read_before_it_is_there() -> Iterator[None]:
-    """Nobody waits for a reduction: where a rank is late, what the memory held is added up."""
+    """Nobody waits for a reduction: where ranks are late, what the memory held is added up."""
     reduce = Bucket.reduce
 
     def wrong(self: Bucket) -> None:
         reduce(self)
         assert self.work is not None and self.line is not None
-        if not self.work.is_completed():
-            self.line.zero_()  # as new memory may be; other numbers would do as well
+        self.work.wait()
+        self.line.zero_()  # as new memory may be; other numbers would do as well
         self.work = None
 
     with patch.object(Bucket, "reduce", wrong):
