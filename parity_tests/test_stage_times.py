@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dtensor_llm.planner import stage_times
 from dtensor_llm.planner.schedule import simulate
-from dtensor_llm.planner.stage_times import LayerTime, time_layers, times_of_stages
+from dtensor_llm.planner.stage_times import LayerTime, time_layers, time_transfer, times_of_stages
 from dtensor_llm.schedules.torch_orders import make_schedule
 from dtensor_llm.stages import balance
+from dtensor_llm.worlds import threads
 from parity_tests.harness import ROOT, SECONDS, Script
 
 PAUSE = 0.01  # seconds
@@ -96,6 +99,20 @@ def test_times_of_stages_are_sums() -> None:
     found = times_of_stages(times, [range(2), range(2, 3)], transfer=0.5)
     assert (found.forward, found.backward_input, found.transfer) == ([4, 5], [6, 6], 0.5)
     assert found.backward_weight == [0, 0]
+
+
+def test_a_message_takes_half_of_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by one each time that a rank looks; ranks 2 and up only listen."""
+    clock = threading.local()
+
+    def look() -> float:
+        clock.now = getattr(clock, "now", 0.0) + 1
+        return clock.now
+
+    monkeypatch.setattr(stage_times.time, "perf_counter", look)
+    message = torch.empty(2, 3)
+    found = threads.run(3, partial(time_transfer, message, repeats=2), timeout=SECONDS)
+    assert found == [0.5] * 3
 
 
 run = partial(subprocess.run, capture_output=True, text=True, timeout=2 * SECONDS)
