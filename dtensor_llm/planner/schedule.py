@@ -130,7 +130,7 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
             spans[rank].append(Span(action, start, free[rank]))
         for action in step:
             made, other = outcome(action), receiver(action, schedule.rank_of_stage)
-            if made is not None and other is not None:
+            if other is not None:
                 sent[made], posted[made] = free[rank], free[other]
     return Timeline(schedule, spans)
 

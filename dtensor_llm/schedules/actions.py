@@ -132,10 +132,11 @@ def needs(action: Action, num_stages: int) -> list[Action]:
     return [own] if stage == num_stages - 1 else [own, Action(stage + 1, "B", microbatch)]
 
 
-def outcome(action: Action) -> Action | None:
-    """What others may wait for: activations, named by their F; gradients by B, also those of I."""
-    if action.kind == "W":
-        return None
+def outcome(action: Action) -> Action:
+    """What others may wait for: activations, named by their F; gradients by B, also those of I.
+
+    (And of W, which comes after its I: there it is already.)
+    """
     return action if action.kind == "F" else action._replace(kind="B")
 
 

@@ -58,7 +58,7 @@ def sweep(schedule: Schedule) -> list[tuple[int, Step]]:
                 at[rank] += 1
             if at[rank] < len(program) and not missing(program[at[rank]], done, schedule):
                 order.append((rank, program[at[rank]]))
-                done.update(filter(None, map(outcome, program[at[rank]])))
+                done.update(map(outcome, program[at[rank]]))
                 at[rank] += 1
                 going = True
     stuck = {r: step for r, step in enumerate(at) if step < len(schedule.programs[r])}
