@@ -71,6 +71,20 @@ def test_layers_are_timed_as_stages_and_left_as_they_were() -> None:
     assert all(p.grad is None for layer in layers for p in layer.parameters())
 
 
+def test_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only the layer moves: on its first call it takes longer."""
+    now, pauses = 0.0, iter([100.0, 1.0])
+
+    def tick(*_: Any) -> None:
+        nonlocal now
+        now += next(pauses)
+
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(tick)
+    monkeypatch.setattr(stage_times.time, "perf_counter", lambda: now)
+    assert time_layers([layer], torch.ones(1, 2), loss=torch.sum, repeats=1) == [(1.0, 0.0)]
+
+
 def test_time_of_the_loss_is_the_last_layers() -> None:
     slow = Slow(5, 5)
     layers = [Slow(0, 0), Slow(0, 0)]

@@ -182,6 +182,17 @@ def test_only_the_block_that_computes_is_whole() -> None:
     threads.run(2, main, timeout=SECONDS)
 
 
+@pytest.mark.parametrize("zero", [0, *STAGES])
+def test_one_data_rank_has_nothing_to_share_out(zero: int) -> None:
+    """No weight is wrapped, gathered or copied where every rank on dp is the only one."""
+
+    def main(world: World) -> bool:
+        parallel = Trainer(small_config("2x1x1", zero=zero), world).parallel
+        return any(isinstance(x, FSDPModule) for x in parallel.model.modules())
+
+    assert threads.run(2, main, timeout=SECONDS) == [False, False]
+
+
 def test_blocks_get_their_memory_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = GPT(small_config(layers=3).model)
