@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtensor_llm.pipeline import placement
+from dtensor_llm.pipeline import placement, splits_backward
 from dtensor_llm.plan import local_tensor
 from dtensor_llm.planner.memory import at_rest
 from dtensor_llm.planner.parameters import Place
 from dtensor_llm.planner.pipeline_costs import schedule_of
 from dtensor_llm.planner.placements import plan_stages
 from dtensor_llm.schedules.csv_files import write_csv
-from dtensor_llm.schedules.kinds import LOOP, NAMES, V_SHAPED
+from dtensor_llm.schedules.kinds import LOOP, NAMES, SPLIT, V_SHAPED
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
 from parity_tests import fuzz
@@ -236,3 +236,9 @@ def test_placement() -> None:
     assert placement(small_config("1x3x1", schedule="zbv")) == ((0, 5), (1, 4), (2, 3))
     assert placement(small_config("1x3x1", schedule="gpipe")) == ((0,), (1,), (2,))
     assert placement(small_config("2x1x2", schedule="zbv")) == ((0,),)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_backward_is_split_in_a_pipeline_alone(name: str) -> None:
+    assert splits_backward(small_config("1x2x1", schedule=name)) == (name in SPLIT)
+    assert not splits_backward(small_config("2x1x2", schedule=name))

@@ -18,6 +18,7 @@ from dtensor_llm.planner.timelines.comparison import compare
 from dtensor_llm.schedules.actions import Schedule, parse_step, step_text
 from dtensor_llm.schedules.check import sweep
 from dtensor_llm.schedules.closed_forms import SPLIT, idle_time, live_microbatches
+from dtensor_llm.schedules.kinds import stages_of_ranks
 from dtensor_llm.schedules.torch_orders import (
     LOOP,
     NAMES,
@@ -370,3 +371,11 @@ def test_split_schedules_are_those_with_a_w() -> None:
         schedule = schedule_of(name, 3, 6, default_stages_per_rank(name))
         kinds = {action.kind for rank in range(3) for action in schedule.actions(rank)}
         assert ("W" in kinds) == (name in SPLIT)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_stages_are_where_torch_has_them(name: str, p: int) -> None:
+    v = default_stages_per_rank(name)
+    schedule = make_schedule(name, num_ranks=p, num_microbatches=2 * p)
+    assert stages_of_ranks(name, num_ranks=p, stages_per_rank=v) == schedule.stages

@@ -320,6 +320,20 @@ def test_memory_at_rest_falls_from_stage_to_stage() -> None:
     assert [total / model for total in totals] == [4.0, 2.5, 1.75, 1.0]
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_bucket_is_a_block_or_what_is_left(tied: bool) -> None:
+    config = small_config("1x1x2", zero=1, tied_embeddings=tied)
+
+    def main(world: World) -> list[set[str]]:
+        found = Trainer(config, world).optimizer.buckets.buckets
+        return [{".".join(name.split(".")[:2]) for name in bucket.weights} for bucket in found]
+
+    rest = {"token_embedding.weight", "position_embedding.weight", "final_norm.weight"}
+    rest |= {"final_norm.bias"} | ({"head.weight"} if not tied else set())
+    buckets = threads.run(2, main, timeout=SECONDS)[0]
+    assert sorted(map(sorted, buckets)) == sorted([["blocks.0"], ["blocks.1"], sorted(rest)])
+
+
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("mesh", ["1x1x2", "1x2x2"])
 def test_reductions_begin_before_the_backward_pass_ends(mesh: str, zero: int) -> None:
