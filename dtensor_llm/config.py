@@ -258,8 +258,8 @@ class ParallelConfig:
     )
     schedule_csv: str | None = option(
         None,
-        "a schedule of one's own in torch's format: a row for each rank of pp, cells like 2F0 "
-        "(stage, one of F B I W, microbatch)",
+        "in place of --schedule one of one's own in torch's format: a row for each rank of pp, "
+        "cells like 2F0 (stage, one of F B I W, microbatch)",
         metavar="FILE",
         follows="--schedule",
     )

@@ -84,7 +84,8 @@ class Reporter(Watcher):
             )
         rows = f" x {mesh.tp_row} rows of tensor-parallel ranks" * (mesh.tp_row > 1)
         counts = ",".join(str(len(layers)) for layers in layers_of_stages(config))
-        stages = f", stages of {counts} blocks" * (mesh.pp > 1)
+        schedule = config.parallel.schedule_csv or config.parallel.schedule
+        stages = f", stages of {counts} blocks by {schedule}" * (mesh.pp > 1)
         self.line(
             f"mesh {mesh} ({cut}) on {world.device.type}, {world.kind}; "
             f"{config.model.num_parameters:,} parameters{stages}, {config.train.dtype}\n"

@@ -954,6 +954,26 @@ BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [
     ),
     (
         ALONE,
+        "--mesh 1x2x2 --schedule-csv parity_tests/schedule_partly_split.csv --layers 4 "
+        "--global-batch-size 4 --reshard-after-forward",
+        [
+            "--reshard-after-forward with --schedule-csv parity_tests/schedule_partly_split.csv: "
+            "torch's gradients of the weights alone are lost where those are not whole all the "
+            "time; leaving --reshard-after-forward out, or B in place of I and W, would do",
+        ],
+    ),
+    (
+        ALONE,
+        "--mesh 1x2x2 --schedule-csv parity_tests/schedule_partly_split.csv --layers 4 "
+        "--global-batch-size 4 --zero 0 --ddp",
+        [
+            "--ddp with --schedule-csv parity_tests/schedule_partly_split.csv: "
+            "DistributedDataParallel does not hear of gradients of the weights alone; leaving "
+            "--ddp out, or B in place of I and W, would do",
+        ],
+    ),
+    (
+        ALONE,
         "--mesh 1x2x1 --schedule-csv parity_tests/schedule_of_two_ranks.csv "
         "--stages-per-rank 2 --global-batch-size 3",
         [

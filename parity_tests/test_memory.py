@@ -324,6 +324,28 @@ def test_activations_of_1f1b_do_not_grow_with_the_microbatches() -> None:
         assert many - few <= 16 * (2 * 8 + 4) * 8, "int64 numbers of 16 sequences of 8 tokens"
 
 
+def test_evaluation_with_1f1b_does_not_grow_with_the_microbatches() -> None:
+    """But for the batch, and the losses: nothing that was sent or used is kept until the end."""
+
+    def peaks(m: int) -> list[int]:
+        config = small_config("1x2x1", layers=5, global_batch_size=m, micro_batch_size=1)
+
+        def main(world: World) -> int:
+            batch = batches_for(config).batch(0, slice(0, m))
+            with LiveBytes() as live:
+                trainer = Trainer(config, world)
+                trainer.evaluate(iter([batch]))
+                name_lasting(live, trainer)
+                live.restart()
+                trainer.evaluate(iter([batch]))
+            return live.peak(OTHER)
+
+        return threads.run(2, main, timeout=SECONDS)
+
+    for few, many in zip(peaks(4), peaks(16), strict=True):
+        assert many - few <= 12 * (2 * 8 + 4) * 8, "int64 numbers of 12 sequences of 8 tokens"
+
+
 def test_buffers_are_those_of_data_parallelism() -> None:
     """Flat copies of blocks, to send them at once: no rank has them without dp."""
     (alone, *_), (sharded, *_) = (measure_all(small_config(m)) for m in ("2x1x1", "2x1x2"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtensor_llm.pipeline import placement, splits_backward
+from dtensor_llm.pipeline import live_microbatches, placement, splits_backward
 from dtensor_llm.plan import local_tensor
 from dtensor_llm.planner.memory import at_rest
 from dtensor_llm.planner.parameters import Place
@@ -142,6 +142,9 @@ def test_file_of_a_schedule_does_what_the_schedule_does(name: str, tmp_path: Pat
     write_csv(schedule_of(config), tmp_path / "schedule.csv")
     own = small_config("1x2x1", schedule_csv=str(tmp_path / "schedule.csv"), layers=4)
     assert (placement(own), own.microbatches) == (placement(config), config.microbatches)
+    assert splits_backward(own) == splits_backward(config)
+    for rank in range(2):
+        assert live_microbatches(own, rank) == live_microbatches(config, rank)
     report = parity_with(own, reference_for(config))
     assert report.passed, report
 

@@ -243,6 +243,18 @@ BAD_FILES = {
 }
 
 
+@pytest.mark.parametrize("text", ["\ufeff{}", "{}\n\n", "{}\r\n"])
+def test_spreadsheets_write_a_mark_before_and_blank_lines_after(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "schedule.csv"
+    path.write_text(text.format("0F0,0B0\n1F0,1B0"), encoding="utf-8")
+    assert read_csv(path) == of("0F0 0B0\n1F0 1B0")
+
+
+def test_number_too_long_for_any_schedule_is_no_action() -> None:
+    with pytest.raises(ValueError, match="is not an action: write the stage"):
+        parse_step("0F" + "1" * 5000)
+
+
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_training_refuses_a_bad_file_with_its_grid(
     name: str, script: Script, tmp_path: Path
@@ -313,7 +325,7 @@ def test_idle_cells_stay_where_they_are(tmp_path: Path) -> None:
         ("-1F0,0B0\n", "'-1F0' is not an action"),
         ("(0F0;0F1)OVERLAP_F_B,0B0\n", "must hold an F and then a B"),
         ("(0F0)OVERLAP_F_B,0B0\n", "is not an action"),
-        ("0F0,0B0\n\n", "rank 1 has no actions"),
+        ("0F0,0B0\n,\n", "rank 1 has no actions: its row is empty"),
         ("", "is empty: it needs a row for each rank"),
         ('0F0,"0B0\n', "is not a CSV file"),
         ("0B0,0F0\n", "0B0 waits for 0F0"),

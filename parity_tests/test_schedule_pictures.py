@@ -15,7 +15,7 @@ from dtensor_llm.planner.timelines.draw_trace import draw_trace
 from dtensor_llm.schedules.actions import parse_action
 from dtensor_llm.schedules.csv_files import read_csv
 from dtensor_llm.schedules.torch_orders import NAMES, make_schedule
-from parity_tests.harness import Script
+from parity_tests.harness import ROOT, Script
 
 SCRIPT = "show_schedule.py"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -102,6 +102,18 @@ def test_svg(name: str) -> None:
     assert {"rank 0", "rank 3", "forward", f"{timeline.makespan:g} ms"} <= set(texts)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_svg_has_room_for_its_words(name: str) -> None:
+    """Title and legend of the shortest runs: a letter of 12 takes 6.5 pixels at most on average."""
+    title = f"{name}: 2 ranks, 4 stages, 4 microbatches"
+    root = xml.fromstring(draw_svg(timeline_of(name, p=2, m=4), title=title, unit="ms"))
+    width = float(root.get("width", ""))
+    for text in root.iter(f"{SVG}text"):
+        if text.get("text-anchor") == "start":
+            wide = 6.5 / 12 * float(text.get("font-size", "")) * len(text.text or "")
+            assert float(text.get("x", "")) + wide <= width, text.text
+
+
 def test_svg_shades_the_later_stage() -> None:
     found = boxes(draw_svg(timeline_of("zbv"), title=""))
     colors = {title.partition(":")[0]: color for *_, color, title in found}
@@ -138,6 +150,9 @@ def test_trace(name: str) -> None:
             assert event["args"]["microbatch"] == span.action.microbatch
         counted = [e["args"]["count"] for e in events if e["ph"] == "C" and e["tid"] == rank]
         assert len(counted) == len(own) and counted[-1] == 0
+        moments = [e["ts"] for e in events if e["ph"] == "C" and e["tid"] == rank]
+        ends = [span.start if span.action.kind == "F" else span.end for span in spans]
+        assert moments == pytest.approx([1000 * moment for moment in ends])
 
 
 def test_script_prints_the_timeline(script: Script) -> None:
@@ -202,7 +217,13 @@ def test_script_compares(script: Script) -> None:
         ("--stages-per-rank 2", "1f1b has 1 stage per rank, not 2"),
         ("--csv nowhere.csv", "No such file or directory: 'nowhere.csv'"),
         ("--csv a.csv --stages-per-rank 2", "--stages-per-rank: the file of --csv says"),
-        ("--svg nowhere/a.svg", "No such file or directory: 'nowhere/a.svg'"),
+        ("--svg nowhere/a.svg", "--svg nowhere/a.svg: there is no folder nowhere; create it first"),
+        ("--svg scripts", "--svg scripts is a folder; the name of a file would do"),
+        ("--svg no.svg --trace no.svg", "--trace no.svg is the file of --svg no.svg; another one"),
+        ("--svg no.svg --trace nowhere/a", "--trace nowhere/a: there is no folder nowhere"),
+        ("--csv a.csv --svg ./a.csv", "--svg ./a.csv is the file of --csv a.csv; another one"),
+        ("--write-csv /dev/null/a", "--write-csv /dev/null/a: there is no folder /dev/null"),
+        ("--forward 1e308", "'1e308' is not a time"),
         ("--stages 1000 --microbatches 1000", "1000000 microbatches on stages are too many"),
     ],
 )
@@ -212,6 +233,7 @@ def test_script_refuses(line: str, message: str, script: Script) -> None:
     assert message in done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+    assert not (ROOT / "no.svg").exists(), "nothing is written before all is known to be right"
 
 
 def test_script_shows_what_cannot_run(script: Script, tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,16 +23,27 @@ from parity_tests.harness import ROOT, SECONDS, Script
 PAUSE = 0.01  # seconds
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that goes on when a layer pauses, and not before."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(stage_times.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(Pause, "clock", clock)
+    return clock
+
+
 class Pause(torch.autograd.Function):
+    clock: Any = None
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
         ctx.backward_seconds = backward
-        time.sleep(forward)
+        Pause.clock.now += forward
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_seconds)
+        Pause.clock.now += ctx.backward_seconds
         return gradients[0], None, None
 
 
@@ -49,15 +60,11 @@ class Slow(nn.Module):
 
 
 def test_each_layer_has_its_own_time() -> None:
-    """A pause takes at least its time; here no layer has another's."""
     layers = [Slow(1, 3), Slow(5, 1), Slow(1, 1)]
     times = time_layers(layers, torch.ones(1, 2), loss=torch.sum, repeats=3)
     for layer, found in zip(layers, times, strict=True):
-        assert found.forward >= layer.pauses[0]
-        assert found.backward >= layer.pauses[1]
+        assert (found.forward, found.backward) == pytest.approx(layer.pauses)
         assert found.whole == found.forward + found.backward
-    assert times[1].forward > times[0].forward and times[1].forward > times[2].forward
-    assert times[0].backward > times[1].backward and times[0].backward > times[2].backward
 
 
 def test_layers_are_timed_as_stages_and_left_as_they_were() -> None:
@@ -71,17 +78,15 @@ def test_layers_are_timed_as_stages_and_left_as_they_were() -> None:
     assert all(p.grad is None for layer in layers for p in layer.parameters())
 
 
-def test_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only the layer moves: on its first call it takes longer."""
-    now, pauses = 0.0, iter([100.0, 1.0])
+def test_first_round_does_not_count(clock: SimpleNamespace) -> None:
+    """On its first call the layer takes longer."""
+    pauses = iter([100.0, 1.0])
 
     def tick(*_: Any) -> None:
-        nonlocal now
-        now += next(pauses)
+        clock.now += next(pauses)
 
     layer = nn.Linear(2, 2)
     layer.register_forward_hook(tick)
-    monkeypatch.setattr(stage_times.time, "perf_counter", lambda: now)
     assert time_layers([layer], torch.ones(1, 2), loss=torch.sum, repeats=1) == [(1.0, 0.0)]
 
 
@@ -89,8 +94,8 @@ def test_time_of_the_loss_is_the_last_layers() -> None:
     slow = Slow(5, 5)
     layers = [Slow(0, 0), Slow(0, 0)]
     first, last = time_layers(layers, torch.ones(1, 2), loss=lambda x: slow(x).sum(), repeats=3)
-    assert last.forward >= 5 * PAUSE > first.forward
-    assert last.backward >= 5 * PAUSE > first.backward
+    assert first == (0.0, 0.0)
+    assert last == pytest.approx((5 * PAUSE, 5 * PAUSE))
 
 
 def test_cut_by_measured_times_is_the_fastest_of_all_by_simulation() -> None:
@@ -117,11 +122,11 @@ def test_times_of_stages_are_sums() -> None:
 
 def test_a_message_takes_half_of_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes on by one each time that a rank looks; ranks 2 and up only listen."""
-    clock = threading.local()
+    own = threading.local()
 
     def look() -> float:
-        clock.now = getattr(clock, "now", 0.0) + 1
-        return clock.now
+        own.now = getattr(own, "now", 0.0) + 1
+        return own.now
 
     monkeypatch.setattr(stage_times.time, "perf_counter", look)
     message = torch.empty(2, 3)

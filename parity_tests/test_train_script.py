@@ -143,7 +143,7 @@ def test_threads_say_what_a_cluster_would_run(train_gpt: TrainGPT) -> None:
 
 def test_start_of_a_pipeline_says_how_it_is_cut(train_gpt: TrainGPT) -> None:
     lines = train_gpt("--mesh 1x2x1 --layers 3 --stage-layers 0,3").stdout.splitlines()
-    assert "parameters, stages of 0,3 blocks, " in lines[1]
+    assert "parameters, stages of 0,3 blocks by 1f1b, " in lines[1]
 
 
 def test_metrics_hold_what_is_printed(train_gpt: TrainGPT, tmp_path: Path) -> None:

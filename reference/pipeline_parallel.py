@@ -146,6 +146,7 @@ def execute(
 ) -> Execution:
     """Train on one batch by any schedule: `programs[rank]` is what a rank does, in its order.
 
+    A stage's own actions on a microbatch come in theirs: F, then B, or F, I, W.
     `counts` are the blocks of each stage; None is an equal share of one at least.
 
     Raises:

@@ -7,7 +7,6 @@ exit status is 2.
 """
 
 import argparse
-import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from dtensor_llm.checks.machine_rules import try_writing
 from dtensor_llm.planner.schedule import Timeline, Times, peak_live, simulate
 from dtensor_llm.planner.timelines.comparison import Row, compare
 from dtensor_llm.planner.timelines.draw_svg import draw_svg
@@ -27,6 +27,8 @@ from dtensor_llm.schedules.torch_orders import NAMES, make_schedule
 from dtensor_llm.worlds import processes
 
 STAGES, MICROBATCHES = 4, 8
+LONGEST = 1e12  # milliseconds, of an action or a message
+OUTPUTS = ("svg", "trace", "write_csv")
 MOST_ACTIONS = 100_000  # stages times microbatches; beyond, playing them through takes long
 
 
@@ -34,9 +36,11 @@ def main() -> int:
     asked = make_parser().parse_args()
     try:
         refuse_contradictions(asked)
-        print(comparison(asked) if asked.compare else timeline(asked))
+        refuse_outputs(asked)
+        text = comparison(asked) if asked.compare else timeline(asked)
     except (ValueError, OSError) as error:
         processes.refuse(str(error))
+    print(text)
     return 0
 
 
@@ -99,7 +103,7 @@ def numbers(text: str) -> list[float]:
         values = [float(part) for part in text.split(",")]
     except ValueError:
         values = []
-    if not values or not all(0 <= value < math.inf for value in values):
+    if not values or not all(0 <= value <= LONGEST for value in values):
         raise argparse.ArgumentTypeError(f"{text!r} is not a time, or a list of times")
     return values
 
@@ -111,10 +115,8 @@ def refuse_contradictions(asked: argparse.Namespace) -> None:
         ValueError: with the reason.
     """
     if asked.compare:
-        for flag in ("svg", "trace", "write_csv"):
-            if getattr(asked, flag) is not None:
-                name = flag.replace("_", "-")
-                raise ValueError(f"--{name} is of one schedule: name it, in place of --compare")
+        for flag, _ in outputs(asked):
+            raise ValueError(f"{flag} is of one schedule: name it, in place of --compare")
     if asked.csv is not None and asked.stages_per_rank is not None:
         raise ValueError("--stages-per-rank: the file of --csv says what stages a rank has")
     if len(asked.transfer) > 1:
@@ -122,6 +124,36 @@ def refuse_contradictions(asked: argparse.Namespace) -> None:
     size = ranks(asked) * microbatches(asked) * (asked.stages_per_rank or 1)
     if size > MOST_ACTIONS:
         raise ValueError(f"{size} microbatches on stages are too many to show: {MOST_ACTIONS} fit")
+
+
+def outputs(asked: argparse.Namespace) -> list[tuple[str, str]]:
+    """(flag, path) of each file that is asked for."""
+    found = [(f"--{name.replace('_', '-')}", getattr(asked, name)) for name in OUTPUTS]
+    return [(flag, path) for flag, path in found if path is not None]
+
+
+def refuse_outputs(asked: argparse.Namespace) -> None:
+    """Before anything is written: each has a file of its own, which is not the schedule's.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    taken = {} if asked.csv is None else {Path(asked.csv).resolve(): f"--csv {asked.csv}"}
+    for flag, text in outputs(asked):
+        path = Path(text)
+        if path.resolve() in taken:
+            other = taken[path.resolve()]
+            raise ValueError(f"{flag} {text} is the file of {other}; another one would do")
+        taken[path.resolve()] = f"{flag} {text}"
+        if path.is_dir():
+            raise ValueError(f"{flag} {path} is a folder; the name of a file would do")
+        if not path.parent.is_dir():
+            raise ValueError(f"{flag} {path}: there is no folder {path.parent}; create it first")
+        try:
+            try_writing(path)
+        except OSError as error:
+            problem = f"{flag} {path} cannot be written: {error.strerror}; another file would do"
+            raise ValueError(problem) from None
 
 
 def ranks(asked: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ A vision encoder reads images in many patches, a smaller text decoder then write
 The stages that hold the encoder are of another kind and cost than the others, and equal numbers of
 layers are far from equal work. The script measures each layer forward and backward, cuts the row of
 layers so that the slowest stage is as fast as can be, says by simulation of 1F1B what that gains
-over equal numbers, and runs both, step by step in turn, on processes with a thread each. First the
+over equal numbers, and runs both, step by step in turn, on processes with a thread each. Last, the
 gradients of both cuts are held to those of one device, in float64. Exit status 1 where they differ,
 or where gain and forecast differ by more than the bound.
 

@@ -164,7 +164,7 @@ def metrics_can_be_written(config: Config, surroundings: Surroundings) -> Iterat
             found = "is among --data" if _is_data(path, config) else "is there and not empty"
             yield f"--metrics {path} {found}, and is not overwritten; a new file would do"
         else:
-            _try_writing(path)
+            try_writing(path)
     except OSError as error:
         yield f"--metrics {path} cannot be written: {error.strerror}; another file would do"
 
@@ -186,7 +186,7 @@ def record_can_be_written(config: Config, surroundings: Surroundings) -> Iterato
         elif path.exists() and not path.is_dir():
             yield f"--record {path} is a file; the name of a new folder would do"
         else:
-            _try_writing(path / "record.jsonl" if path.is_dir() else path)
+            try_writing(path / "record.jsonl" if path.is_dir() else path)
     except OSError as error:
         yield f"--record {path} cannot be written: {error.strerror}; another folder would do"
 
@@ -199,7 +199,7 @@ def metrics_and_record_are_apart(config: Config, _: Surroundings) -> Iterator[st
         yield f"--metrics {path} is where --record {folder} writes; another file would do"
 
 
-def _try_writing(path: Path) -> None:
+def try_writing(path: Path) -> None:
     """Raise OSError where `path` cannot be written; leave no trace."""
     if path.exists():
         path.open("ab").close()

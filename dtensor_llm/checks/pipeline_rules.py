@@ -1,6 +1,7 @@
 """What must hold between a pipeline's schedule and everything else."""
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from dtensor_llm import pipeline
@@ -135,10 +136,19 @@ def admits(name: str, num_ranks: int, num_microbatches: int) -> bool:
 
 
 def fitting_micro_batch(name: str, num_ranks: int, sequences: int, limit: int) -> int | None:
-    """The largest micro-batch up to `limit` that makes microbatches the schedule admits."""
-    tried = range(limit, max(0, limit - DIVISORS_TRIED), -1)
+    """The largest micro-batch up to `limit` that makes microbatches the schedule admits.
+
+    Or else the smallest above it.
+    """
+    below = range(limit, max(0, limit - DIVISORS_TRIED), -1)
+    above = range(limit + 1, min(sequences, limit + DIVISORS_TRIED) + 1)
     return next(
-        (n for n in tried if sequences % n == 0 and admits(name, num_ranks, sequences // n)), None
+        (
+            n
+            for n in chain(below, above)
+            if sequences % n == 0 and admits(name, num_ranks, sequences // n)
+        ),
+        None,
     )
 
 

@@ -85,9 +85,9 @@ class Stage(PipelineStage):
 
     Two things of torch 2.13 are mended. It keeps room for what all microbatches receive, and what
     it has received, from the first step on: here there is room from the receive to the use, so that
-    1F1B holds as much whatever the number of microbatches; an evaluation keeps nothing that has
-    been sent or used. And where two neighbour stages are on one rank, an evaluation would ask for
-    gradients that there are not.
+    1F1B holds as much whatever the number of microbatches, and in an evaluation, too. (The sends of
+    the others torch waits for at the end of a step, and what they send lives till then.) Where two
+    neighbour stages are on one rank, an evaluation would ask for gradients that there are not.
     """
 
     def __init__(self, *args: Any, on_weights: Callable[[], None], **kwargs: Any) -> None:

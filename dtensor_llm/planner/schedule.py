@@ -6,9 +6,11 @@ outcome is sent when it ends (of DualPipeV's pairs both when both are done), and
 once. It arrives `transfer` after it was sent and its receive was posted: by GPipe and 1F1B right
 before the action that needs it, which thus hides no transfer; by the others as soon as the sender's
 action comes in `check.sweep`, after what the receiver has done until then. (torch's passes for FSDP
-shift one receive in thirty by a step.) On the same rank an outcome is there at once. No link is
-ever crowded. 1F1B waits for a send before its next one: where messages take longer than the work
-between them some of its actions start later than here, but none that the makespan waits for.
+shift one receive in thirty by a step; that is not played here, and shows where messages are long:
+of 1716 random schedules and times 21 took torch less, by 1.4 % at most.) On the same rank an
+outcome is there at once. No link is ever crowded. 1F1B waits for a send before its next one: where
+messages take longer than the work between them some of its actions start later than here, but none
+that the makespan waits for.
 
 A microbatch is alive on a stage from the start of its F to the end of its B, or of its W where the
 backward is split: torch keeps the graph for the weights' gradients, so an I frees nothing (on stage

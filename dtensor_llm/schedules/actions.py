@@ -18,7 +18,7 @@ KINDS = {
     "I": "backward of the input",
     "W": "backward of the weights",
 }
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"(\d{1,18})([FBIW])(\d{1,18})")
 _PAIR = re.compile(r"\((.+);(.+)\)OVERLAP_F_B")
 
 

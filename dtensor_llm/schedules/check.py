@@ -167,7 +167,7 @@ def _incomplete(
         yield "the schedule has no ranks", []
     for rank, program in enumerate(schedule.programs):
         if not any(program):
-            yield f"rank {rank} has no actions", []
+            yield f"rank {rank} has no actions: its row is empty, and would have to go", []
     ranks: dict[int, Counter[int]] = defaultdict(Counter)
     for action, found in places.items():
         ranks[action.stage].update(rank for rank, _ in found)
@@ -183,7 +183,7 @@ def _incomplete(
     microbatches = range(1 + max(action.microbatch for action in places))
     for stage in range(1 + max(ranks)):
         if stage not in ranks:
-            yield f"stage {stage} is on no rank, but stage {max(ranks)} is", []
+            yield f"stage {stage} is on no rank, but stage {max(ranks)} is: number them from 0", []
         for microbatch in microbatches:
             kinds = [kind for kind in "FBIW" if Action(stage, kind, microbatch) in places]
             if kinds not in (["F", "B"], ["F", "I", "W"]):

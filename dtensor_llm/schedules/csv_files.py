@@ -44,7 +44,10 @@ def read_csv(
                 raise ScheduleError(problem, cells, [(rank, step)]) from None
         programs.append(tuple(program))
     schedule = Schedule(tuple(programs))
-    sweep(schedule)
+    try:
+        sweep(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}, {error.problem}", cells, error.culprits) from None
     if num_microbatches is not None and schedule.num_microbatches != num_microbatches:
         found = f"{schedule.num_microbatches} microbatches"
         raise ScheduleError(f"{path} is for {found}, but there are {num_microbatches}", cells)
@@ -74,10 +77,12 @@ def microbatches_in(path: str) -> int | None:
 
 def _cells(path: Path) -> list[list[str]]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             cells = list(csv.reader(file, strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(f"{path} is not a CSV file: {error}") from None
+    while cells and not cells[-1]:  # a blank line
+        cells.pop()
     if not cells:
         raise ScheduleError(f"{path} is empty: it needs a row for each rank")
     return cells

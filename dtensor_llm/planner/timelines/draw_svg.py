@@ -13,7 +13,9 @@ COLORS = {  # of a rank's first stage, and of its last
 }
 LEFT, TOP, ROW, GAP = 70, 46, 30, 6
 _SMALLEST_BOX, _WIDEST = 24.0, 6000.0  # pixels; the second wins
-_CHARACTER = 7.0  # pixels of a digit
+TITLE, TEXT = 15, 12  # sizes of letters
+_CHARACTER = 7.0  # pixels of a digit of a text; most letters take less
+_LATER = "darker: a later stage of the rank"
 
 
 def draw_svg(timeline: Timeline, *, title: str, unit: str = "") -> str:
@@ -27,7 +29,8 @@ def draw_svg(timeline: Timeline, *, title: str, unit: str = "") -> str:
     scale = _pixels_per_time(timeline)
     ranks = timeline.schedule.num_ranks
     bottom = TOP + ranks * (ROW + GAP)
-    width, height = LEFT + timeline.makespan * scale + 30, bottom + 62
+    words = max(LEFT + _CHARACTER * len(title) * TITLE / TEXT, _legend_end(timeline))
+    width, height = max(LEFT + timeline.makespan * scale, words) + 30, bottom + 62
     root = xml.Element(
         "svg",
         xmlns="http://www.w3.org/2000/svg",
@@ -36,7 +39,7 @@ def draw_svg(timeline: Timeline, *, title: str, unit: str = "") -> str:
         height=str(height),
     )
     xml.SubElement(root, "rect", width="100%", height="100%", fill="white")
-    _text(root, title, LEFT, 26, size=15)
+    _text(root, title, LEFT, 26, size=TITLE)
     for rank, spans in enumerate(timeline.spans):
         top = TOP + rank * (ROW + GAP)
         _text(root, f"rank {rank}", LEFT - 10, top + ROW / 2 + 4, anchor="end")
@@ -93,17 +96,28 @@ def _axis(root: xml.Element, timeline: Timeline, scale: float, y: float, unit: s
     _text(root, f"{timeline.makespan:g} {unit}".strip(), right, y + 15, "middle")
 
 
+def _kinds(timeline: Timeline) -> list[str]:
+    used = {span.action.kind for spans in timeline.spans for span in spans}
+    return [kind for kind in KINDS if kind in used]
+
+
+def _legend_end(timeline: Timeline) -> float:
+    """Where the legend ends on the right."""
+    words = [KINDS[kind] for kind in _kinds(timeline)]
+    later = len(_LATER) * (timeline.schedule.num_stages > timeline.schedule.num_ranks)
+    return LEFT + 40 * len(words) + _CHARACTER * (sum(map(len, words)) + later)
+
+
 def _legend(root: xml.Element, timeline: Timeline, y: float) -> None:
     x = float(LEFT)
-    used = {span.action.kind for spans in timeline.spans for span in spans}
-    for kind in (kind for kind in KINDS if kind in used):
+    for kind in _kinds(timeline):
         xml.SubElement(
             root, "rect", x=f"{x:.2f}", y=str(y), width="14", height="14", fill=COLORS[kind][0]
         )
         _text(root, KINDS[kind], x + 20, y + 11)
         x += 40 + _CHARACTER * len(KINDS[kind])
     if timeline.schedule.num_stages > timeline.schedule.num_ranks:
-        _text(root, "darker: a later stage of the rank", x, y + 11)
+        _text(root, _LATER, x, y + 11)
 
 
 def _text(
@@ -113,7 +127,7 @@ def _text(
     y: float,
     anchor: str = "start",
     *,
-    size: int = 12,
+    size: int = TEXT,
     color: str = "black",
 ) -> None:
     style = {"font-size": str(size), "text-anchor": anchor, "font-family": "sans-serif"}
