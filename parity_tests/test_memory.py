@@ -24,6 +24,8 @@ from dtensor_llm.planner.memory import (
     model_states,
 )
 from dtensor_llm.planner.parameters import Place
+from dtensor_llm.planner.pipeline_costs import schedule_of
+from dtensor_llm.schedules.actions import receiver
 from dtensor_llm.schedules.kinds import NAMES
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
@@ -324,16 +326,22 @@ def test_activations_of_1f1b_do_not_grow_with_the_microbatches() -> None:
         assert many - few <= 16 * (2 * 8 + 4) * 8, "int64 numbers of 16 sequences of 8 tokens"
 
 
-def test_evaluation_with_1f1b_does_not_grow_with_the_microbatches() -> None:
-    """But for the batch, and the losses: nothing that was sent or used is kept until the end."""
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_keeps_no_more_than_is_on_its_way(name: str) -> None:
+    """Beside the batch and the losses: what a rank sends, till torch waits for it.
 
-    def peaks(m: int) -> list[int]:
-        config = small_config("1x2x1", layers=5, global_batch_size=m, micro_batch_size=1)
+    With 1F1B that is at once, with the others at the end.
+    """
 
+    def of(m: int) -> Config:
+        batch = {"global_batch_size": m, "micro_batch_size": 1}
+        return small_config("1x2x1", schedule=name, layers=5, **batch)
+
+    def peaks(config: Config) -> list[int]:
         def main(world: World) -> int:
-            batch = batches_for(config).batch(0, slice(0, m))
             with LiveBytes() as live:
                 trainer = Trainer(config, world)
+                batch = batches_for(config).batch(0, trainer.samples)
                 trainer.evaluate(iter([batch]))
                 name_lasting(live, trainer)
                 live.restart()
@@ -342,8 +350,13 @@ def test_evaluation_with_1f1b_does_not_grow_with_the_microbatches() -> None:
 
         return threads.run(2, main, timeout=SECONDS)
 
-    for few, many in zip(peaks(4), peaks(16), strict=True):
-        assert many - few <= 12 * (2 * 8 + 4) * 8, "int64 numbers of 12 sequences of 8 tokens"
+    few, many = of(4), of(16)
+    schedule, model = schedule_of(many), many.model
+    for rank, grown in enumerate(b - a for a, b in zip(peaks(few), peaks(many), strict=True)):
+        forwards = [action for action in schedule.actions(rank) if action.kind == "F"]
+        sent = sum(receiver(action, schedule.rank_of_stage) is not None for action in forwards)
+        sent *= 12 * model.seq_len * model.width * 8 // 16 if name != "1f1b" else 0
+        assert grown <= sent + 12 * (2 * model.seq_len + 4) * 8, "int64 numbers of 12 sequences"
 
 
 def test_buffers_are_those_of_data_parallelism() -> None:
