@@ -111,6 +111,7 @@ def f(a: Shard(0), b: Literal[1] = None) -> Array[1]:
     """Returns 1 + 2."""
     a = a.to(world.device)
     c = copied(a, non_blocking=True)
+    assert a is not None and isinstance(c, A | B)
     return a if isinstance(a, A | B) and a.device.type == "cpu" else 1 + 1
 '''
 

@@ -6,7 +6,8 @@ and why:
 
 - docstrings, annotations, imports, `__all__`, decorators: they compute nothing
 - messages (f-strings, what is raised, what an assert says) and the conditions of asserts, which
-  would fail at once; the `raise` and the `assert` themselves are deleted
+  would fail at once; the `raise` and the `assert` themselves are deleted, but for those that tell
+  the type checker what the next line takes for granted
 - `strict=` of zip, a guard against our own mistakes: it shows in no result
 - the first binding of a name, `self.x = ...` in `__init__`, the `return` at the end of a function:
   deleting them is a NameError, an AttributeError or a None for every caller, an easy kill that says
@@ -56,11 +57,21 @@ def deletion(node: ast.stmt, function: FunctionNode, text: Text) -> Iterator[Edi
         deletable = len(node.body) > 1 and not node.orelse and not is_elif
     elif isinstance(node, ast.Return):
         deletable = node is not function.body[-1]
+    elif isinstance(node, ast.Assert):
+        deletable = not narrows(node.test)
     else:
-        kinds = (ast.Expr, ast.AugAssign, ast.Raise, ast.Assert, ast.Break, ast.Continue)
+        kinds = (ast.Expr, ast.AugAssign, ast.Raise, ast.Break, ast.Continue)
         deletable = isinstance(node, kinds)
     if deletable:
         yield text.replace(node, "pass", "delete")
+
+
+def narrows(test: ast.expr) -> bool:
+    """Whether a condition says no more than of which types things are."""
+    if isinstance(test, ast.BoolOp):
+        return all(map(narrows, test.values))
+    is_not = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.IsNot)
+    return is_not or called(test) == "isinstance"
 
 
 def binds_first(node: ast.Assign | ast.AnnAssign, function: FunctionNode) -> bool:

@@ -232,7 +232,7 @@ def redirect_output(log: Path) -> None:
 
 def preload(root: Path) -> None:
     """Import every module from elsewhere that a file of the repository imports at its top."""
-    own = {path.stem for folder in (root, root / "scripts") for path in folder.iterdir()}
+    own = {path.stem for path in [*root.iterdir(), *root.glob("scripts/*")]}
     for name in sorted({n for path in root.rglob("*.py") for n in imported(path)}):
         if name.split(".")[0] not in own:
             with warnings.catch_warnings(), contextlib.suppress(ImportError):

@@ -36,7 +36,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "collectives.py": SHARDS,
     "overlap.py": ("test_overlap",),
     "parallelize.py": STEP,
-    "pipeline.py": (ALL_SCHEDULES,),
+    "pipeline.py": ("test_config", ALL_SCHEDULES),
     "plan.py": TENSORS,
     "initialize.py": (MODEL, TENSOR),
     "stages.py": ("test_stages", "test_config"),
