@@ -241,6 +241,12 @@ def test_placement() -> None:
     assert placement(small_config("2x1x2", schedule="zbv")) == ((0,),)
 
 
+def test_live_microbatches_by_hand() -> None:
+    pipeline = small_config("1x2x1", schedule="1f1b", micro_batch_size=1)
+    assert [live_microbatches(pipeline, rank) for rank in range(2)] == [2, 1]
+    assert live_microbatches(small_config("2x1x1", micro_batch_size=1), 0) == 1
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_backward_is_split_in_a_pipeline_alone(name: str) -> None:
     assert splits_backward(small_config("1x2x1", schedule=name)) == (name in SPLIT)

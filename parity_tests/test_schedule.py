@@ -379,3 +379,10 @@ def test_stages_are_where_torch_has_them(name: str, p: int) -> None:
     v = default_stages_per_rank(name)
     schedule = make_schedule(name, num_ranks=p, num_microbatches=2 * p)
     assert stages_of_ranks(name, num_ranks=p, stages_per_rank=v) == schedule.stages
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_microbatch_is_too_few(name: str) -> None:
+    v = default_stages_per_rank(name)
+    found = refusal(name, num_ranks=1, num_microbatches=0, stages_per_rank=v)
+    assert found is not None and "needs at least" in found

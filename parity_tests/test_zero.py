@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from dtensor_llm import buckets
 from dtensor_llm.buckets import Bucket
 from dtensor_llm.config import Config
 from dtensor_llm.model import GPT
@@ -205,7 +207,7 @@ def test_blocks_get_their_memory_one_after_another(monkeypatch: pytest.MonkeyPat
 
     def main(world: World) -> None:
         mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp_shard",))
-        zero.apply(model, mesh, world.device)
+        zero.apply(model, mesh, world.device, reshard=True, prefetch=1, offload=None, overlap=True)
 
     monkeypatch.setattr(zero, "fully_shard", record)
     threads.run(1, main, timeout=SECONDS)
@@ -320,6 +322,14 @@ def test_memory_at_rest_falls_from_stage_to_stage() -> None:
     assert [total / model for total in totals] == [4.0, 2.5, 1.75, 1.0]
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_replicas_of_one_rank_each_reduce_over_replicas_alone(zero: int) -> None:
+    config = small_config("dp_replicate=2", zero=zero, micro_batch_size=1)
+    with patch.object(buckets, "ReduceScatter", side_effect=AssertionError("of one rank")):
+        report = parity(config)
+    assert report.passed, report
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_bucket_is_a_block_or_what_is_left(tied: bool) -> None:
     config = small_config("1x1x2", zero=1, tied_embeddings=tied)
@@ -330,8 +340,8 @@ def test_a_bucket_is_a_block_or_what_is_left(tied: bool) -> None:
 
     rest = {"token_embedding.weight", "position_embedding.weight", "final_norm.weight"}
     rest |= {"final_norm.bias"} | ({"head.weight"} if not tied else set())
-    buckets = threads.run(2, main, timeout=SECONDS)[0]
-    assert sorted(map(sorted, buckets)) == sorted([["blocks.0"], ["blocks.1"], sorted(rest)])
+    found = threads.run(2, main, timeout=SECONDS)[0]
+    assert sorted(map(sorted, found)) == sorted([["blocks.0"], ["blocks.1"], sorted(rest)])
 
 
 @pytest.mark.parametrize("zero", [1, 2])

@@ -63,10 +63,10 @@ def apply(
     mesh: DeviceMesh,
     device: torch.device,
     *,
-    reshard: bool = True,
-    prefetch: int = 1,
-    offload: OffloadPolicy | None = None,
-    overlap: bool = True,
+    reshard: bool,
+    prefetch: int,
+    offload: OffloadPolicy | None,
+    overlap: bool,
 ) -> None:
     """Shard each block, and what is left of the model, over the one or two axes of `mesh`.
 
