@@ -31,7 +31,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "buckets.py": ("test_buckets", ZERO),
     "offload.py": ("test_offload",),
     "loss.py": (TENSOR, DATA, TRAIN, PIPELINE),
-    "optimizer.py": (OPTIMIZER, TRAIN, ZERO),
+    "optimizer.py": (OPTIMIZER, "test_few_key_value_heads", TRAIN, ZERO),
     "rng.py": (RNG, MODEL),
     "collectives.py": SHARDS,
     "overlap.py": ("test_overlap",),
