@@ -48,7 +48,8 @@ def test_lower_precision_is_measured_by_one_device(script: Script, dtype: str) -
     assert done.returncode == 0, done.stdout + done.stderr
     assert "as multiples of one device's; 2 is the bound" in done.stdout
     numbers = [float(cell) for cell in done.stdout.splitlines()[3].split()[1:6]]
-    assert all(0 < number <= 2 for number in numbers), done.stdout
+    assert all(0 <= number <= 2 for number in numbers), done.stdout
+    assert max(numbers) > 0.1, "other roundings than one device's; a part may be 0.00 as printed"
 
 
 def test_planted_bug_is_found_and_named(script: Script) -> None:

@@ -364,7 +364,7 @@ def test_zero_holds_what_its_table_says(dp: int) -> None:
         ranks = zero.start(model.weights, dp, stage)
         pieces = zero.pieces_of(tokens, labels, None, dp, 2)
         _, owned = zero.STAGES[stage](ranks, model.options, pieces, 1)
-        zero.optimizer_step(ranks, owned, 1.0, how, 1e-3, stage)
+        zero.optimizer_step(ranks, owned, how, 1e-3, stage)
         for rank in ranks:
             assert sum(x.numel() for x in rank.weights.values()) == weights
             assert sum(x.numel() for x in rank.gradients.values()) == gradients

@@ -134,21 +134,20 @@ class ReduceScatter:
 
     def send_all(self) -> None:
         """All parts are computed, and none has been let go yet: let them all go."""
-        if self._number is None:
-            self._whole = torch.cat(self.parts) if self._dim else self._whole
-            self._work = dist.reduce_scatter_single(
-                self._out, self._whole, group=self._group, async_op=True
-            )
         for peer in self.peers:
             self.send(peer)
+        if self._number is None:
+            self._work = self._begin_at_once()
+
+    def _begin_at_once(self) -> dist.Work:
+        """By the backend's own operation, which takes all parts together."""
+        self._whole = torch.cat(self.parts) if self._dim else self._whole
+        return dist.reduce_scatter_single(self._out, self._whole, group=self._group, async_op=True)
 
     def wait(self) -> Tensor:
         """This rank's part of the sum, once all are there; its own is computed."""
         if self._number is None:
-            if self._work is None:
-                self.send_all()
-            assert self._work is not None
-            self._work.wait()
+            (self._work or self._begin_at_once()).wait()
             return self._out
         travels, own = _on_their_way.pop(self._number), self._group.rank()
         terms = [
