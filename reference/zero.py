@@ -42,7 +42,8 @@ al., ZeRO-Offload, arXiv 2101.06840, section 4.1).
 
 Stage 3 here lets autograd do it: gathering is concatenation. Its gradient hands each rank its own
 rows, and as the losses of all ranks reach the shards, their sums: that is the reduce-scatter. (This
-page keeps gathered weights until backward has used them; freeing them is what a real rank gains.)
+page keeps gathered weights until backward has used them; freeing them is what a real rank gains.
+And it adds up over replicas once a step.)
 """
 
 import math

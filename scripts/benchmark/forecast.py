@@ -28,14 +28,14 @@ class OneMicrobatch(Trainer):
     def forward_backward(self, tokens: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
         (module,) = self.parallel.modules
         x, y, samples = next(self.microbatches(tokens, labels))
-        hidden = torch.randn(*x.shape, self.config.model.width)
-        taken = x if self.model.first else hidden.clone().requires_grad_()
+        hidden = torch.ones(*x.shape, self.config.model.width)
+        taken = x if self.model.first else torch.randn_like(hidden).requires_grad_()
         times = [time.perf_counter()]
-        given, gradient = module(taken, samples), hidden
+        given = module(taken, samples)
         if self.model.last:
             given = normalized(self.parallel.loss_function, given, y, num_tokens=num_tokens)
         times.append(time.perf_counter())
-        given.backward(None if self.model.last else gradient)
+        given.backward(None if self.model.last else hidden)
         times.append(time.perf_counter())
         self.stage = LayerTime(times[1] - times[0], times[2] - times[1])
         return given.detach() if self.model.last else torch.zeros_like(num_tokens)
@@ -45,7 +45,7 @@ def forecast_step(config: Config, world: World) -> Step:
     """All ranks take their times at once; a call returns the seconds that a step would take.
 
     That is the makespan of `config`'s schedule, of one stage a rank, and what a step does before
-    and after it on the rank that is longest about it.
+    and after it on the rank that waits for no other.
     """
     trainer = OneMicrobatch(config, world)
     name, ranks = config.parallel.schedule, world.size
@@ -64,6 +64,7 @@ def forecast_step(config: Config, world: World) -> Step:
         layers = [LayerTime(forward, backward) for forward, backward, _ in table]
         cut = [range(stage, stage + 1) for stage in range(ranks)]
         makespan = simulate(schedule, times_of_stages(layers, cut, transfer)).makespan
-        return makespan + max(rest for *_, rest in table)
+        # The rank that is done first waits for the others in the rest: that is in the makespan.
+        return makespan + min(rest for *_, rest in table)
 
     return step
