@@ -1,6 +1,10 @@
 """Command lines that cannot run, each with every problem that must be reported, word for word."""
 
+import shlex
+
 from dtensor_llm.checks import Surroundings
+from dtensor_llm.command_line import parse_command_line
+from dtensor_llm.config import Config
 
 GIB = 2**30
 ALONE = Surroundings()
@@ -9,6 +13,10 @@ TOO_LONG = "x" * 256  # file systems take names of 255 bytes
 
 def processes(count: int) -> Surroundings:
     return Surroundings(num_processes=count, local_processes=count)
+
+
+def read(line: str, surroundings: Surroundings = ALONE) -> Config:
+    return parse_command_line(shlex.split(line), surroundings)
 
 
 BAD_CONFIGURATIONS: list[tuple[Surroundings, str, list[str]]] = [

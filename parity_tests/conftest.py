@@ -3,12 +3,15 @@
 import runpy
 import shlex
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
 
+from dtensor_llm.data import Dataset
 from dtensor_llm.worlds import processes
+from parity_tests.corpora import load, write_ids
 from parity_tests.harness import ROOT, Finished, Script
 
 torch.set_num_threads(1)
@@ -63,3 +66,9 @@ def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         return Finished(code, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Dataset:
+    """A corpus of 0, 1, 2...: about 2340 training and 150 validation samples of 8 tokens."""
+    return load(write_ids(tmp_path / "numbers.u32.bin", range(20_000)))

@@ -1,4 +1,4 @@
-"""Configurations: defaults, presets, the command line, and every check with its whole message."""
+"""Checks of a configuration: each with its whole message, and what follows from the fields."""
 
 import contextlib
 import dataclasses
@@ -13,9 +13,8 @@ import torch
 
 from dtensor_llm.checks import Rule, Surroundings, check, problems
 from dtensor_llm.checks.machine_rules import MACHINE_RULES
-from dtensor_llm.checks.memory_floor import memory_floor
 from dtensor_llm.checks.model_rules import MODEL_RULES
-from dtensor_llm.command_line import FLAGS, flags_of, make_parser, parse_command_line
+from dtensor_llm.command_line import parse_command_line
 from dtensor_llm.config import (
     Config,
     ConfigError,
@@ -29,17 +28,9 @@ from dtensor_llm.model import GPT
 from dtensor_llm.presets import PRESETS
 from dtensor_llm.refused_pairs import RefusedPair
 from dtensor_llm.settings import SETTINGS, Setting
-from parity_tests.bad_configurations import BAD_CONFIGURATIONS
+from parity_tests.bad_configurations import ALONE, BAD_CONFIGURATIONS, read
 
-ALONE = Surroundings()
 RULES = (*MODEL_RULES, *MACHINE_RULES)
-
-
-def read(line: str, surroundings: Surroundings = ALONE) -> Config:
-    return parse_command_line(shlex.split(line), surroundings)
-
-
-# Bad input
 
 
 @pytest.mark.parametrize(("surroundings", "line", "expected"), BAD_CONFIGURATIONS)
@@ -256,134 +247,6 @@ def test_bad_input_is_found_without_loading_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0
 
 
-# Good input
-
-
-GOOD_CONFIGURATIONS = [
-    (ALONE, "--mesh 8x4x16"),
-    (ALONE, "--mesh 1x1x1024 --global-batch-size 1024"),
-    (Surroundings(8, 8), "--mesh 2x2x2"),
-    (Surroundings(8, 8, num_cuda=8), "--mesh 2x2x2 --device cuda"),
-    (Surroundings(8, 8, num_cuda=4), "--mesh 2x2x2 --device cpu"),
-    (Surroundings(num_cuda=8), "--mesh 2x2x2"),
-    (Surroundings(16, 8, num_cuda=8), "--mesh tp=8,dp=2 --model llama3-8b"),
-    (Surroundings(memory_bytes=16 * 2**30), "--model gpt2 --global-batch-size 1"),
-    (ALONE, "--mesh 4x1x1 --vocab-size 257 --kv-heads 4 --positions rope --mlp swiglu"),
-    (ALONE, "--mesh 2x1x1 --seq-len 9 --no-sequence-parallel"),
-    (ALONE, "--mesh 2x2x1 --async-tp --gather-again --parallel-block"),
-    (ALONE, "--mesh 1x4x4 --global-batch-size 8 --schedule gpipe"),
-    (ALONE, "--mesh 1x3x1 --layers 8 --global-batch-size 7"),
-    (ALONE, "--steps 1 --lr 0 --clip-grad 0 --eval-every 0 --warmup-steps 1"),
-    (ALONE, "--dropout 0.00001 --attention-dropout 0.99999"),
-]
-
-
-@pytest.mark.parametrize(("surroundings", "line"), GOOD_CONFIGURATIONS)
-def test_good_configuration_passes(surroundings: Surroundings, line: str) -> None:
-    assert isinstance(read(line, surroundings), Config)
-
-
-@pytest.mark.parametrize(("surroundings", "line"), GOOD_CONFIGURATIONS)
-def test_flags_of_a_configuration_give_it_again(surroundings: Surroundings, line: str) -> None:
-    config = read(line, surroundings)
-    assert parse_command_line(flags_of(config), surroundings) == config
-
-
-def test_flags_of_a_configuration_name_what_differs_from_the_defaults() -> None:
-    assert flags_of(Config()) == ["--mesh", "1x1x1"]
-    line = "--mesh pp=2,dp_replicate=2,tp=2 --no-bias --lr 1e-05 --data a b --check-parity"
-    assert flags_of(read(f"{line} --dtype float64")) == shlex.split(
-        "--mesh pp=2,dp_replicate=2,tp=2 --no-bias --lr 1e-05 --dtype float64 --data a b "
-        "--check-parity"
-    )
-
-
-def test_no_flags_give_the_defaults() -> None:
-    assert read("") == Config()
-    assert read("", Surroundings(8, 8)).parallel.mesh == MeshSizes(dp_shard=8)
-
-
-EVERY_FLAG = (
-    "--vocab-size 500 --width 96 --heads 6 --kv-heads 2 --layers 6 --seq-len 32 --ffn-width 48 "
-    "--norm rmsnorm --positions rope --mlp swiglu --no-bias --no-tied-embeddings "
-    "--dropout 0.1 --attention-dropout 0.2 --rope-theta 5e5 --norm-eps 1e-6 --init-std 0.01 "
-    "--fused-qkv --parallel-block --gather-again "
-    "--global-batch-size 32 --micro-batch-size 4 --steps 9 --lr 1e-3 --warmup-steps 2 "
-    "--min-lr-ratio 0 --weight-decay 0.2 --clip-grad 0.5 --seed 7 --optimizer sgd "
-    "--momentum 0.5 --beta1 0.8 --beta2 0.9 --eps 1e-6 --dtype float64 --eval-every 3 "
-    "--eval-samples 5 --mesh 2x2x1 --zero 2 --defer-reduce --schedule gpipe --stage-layers 4,2 "
-    "--no-sequence-parallel --world threads --device cpu --timeout 5 --data a b --check-parity "
-    "--record run --record-every 7 --metrics run.jsonl",
-    "--mesh 2x2x1 --reshard-after-forward --prefetch-depth 2 --offload weights --async-tp",
-    "--zero 0 --ddp --ddp-bucket-mb 5 --no-ddp-bucket-view --ddp-static-graph",
-    "--mesh 1x2x1 --schedule interleaved-1f1b --stages-per-rank 1",
-    "--mesh 1x2x1 --schedule-csv parity_tests/schedule_of_two_ranks.csv --global-batch-size 3",
-)
-"""Some do not go together."""
-
-
-def test_every_flag_sets_its_field() -> None:
-    given: set[str] = set()
-    for line in EVERY_FLAG:
-        flags = {word for word in shlex.split(line) if word.startswith("--")}
-        config = read(line)
-        for flag, setting in FLAGS.items():
-            name = flag.replace("--", "--no-") if setting.default is True else flag
-            if name in flags:
-                assert getattr(getattr(config, setting.section), setting.name) != setting.default
-                given.add(flag)
-    assert given == FLAGS.keys() - {"--model"}
-    config = read(EVERY_FLAG[0])
-    assert config.run.data == ("a", "b")
-    assert read(shlex.join(flags_of(config))) == config
-    assert config.model == ModelConfig(
-        500,
-        96,
-        6,
-        2,
-        6,
-        32,
-        48,
-        "rmsnorm",
-        "rope",
-        "swiglu",
-        False,
-        False,
-        0.1,
-        0.2,
-        5e5,
-        1e-6,
-        0.01,
-        fused_qkv=True,
-        parallel_block=True,
-    )
-
-
-def test_flags_override_a_preset() -> None:
-    model = read("--model llama3-8b --layers 2 --tied-embeddings --width 512 --seq-len 16").model
-    assert model == dataclasses.replace(
-        PRESETS["llama3-8b"], layers=2, tied_embeddings=True, width=512, seq_len=16
-    )
-
-
-@pytest.mark.parametrize("setting", FLAGS.values(), ids=FLAGS)
-def test_help_says_what_a_flag_means(setting: Setting) -> None:
-    text = " ".join(make_parser("train_gpt.py").format_help().split())
-    assert f" {setting.flag} " in text or f" {setting.flag}, " in text
-    assert setting.metadata["help"] in text
-    assert setting.metadata.get("unit", "") in text
-
-
-def test_help_leaves_with_status_0(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        read("--help")
-    assert raised.value.code == 0
-    assert "--mesh MESH" in capsys.readouterr().out
-
-
-# What follows from the fields
-
-
 @pytest.mark.parametrize(
     ("line", "micro_batch_size", "microbatches"),
     [
@@ -471,62 +334,3 @@ def test_num_parameters_counts_those_of_the_model(line: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_legal(name: str) -> None:
     check(Config(PRESETS[name]), ALONE)
-
-
-# The memory floor, by hand for tiny: 64 wide, 4 blocks, vocabulary 256, 64 sequences of 64 tokens
-
-
-KEPT_PER_TOKEN_AND_BLOCK = 4 * 64 + 4 * 64 + 2 * 256
-
-
-@pytest.mark.parametrize(
-    ("line", "states", "activations"),
-    [
-        ("", 220_544 * 4 * 4, 4096 * (4 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4),
-        ("--micro-batch-size 8", 220_544 * 4 * 4, 512 * (4 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4),
-        (
-            "--dtype float64 --optimizer sgd --attention-dropout 0.1",
-            220_544 * 3 * 8,
-            4096 * (4 * (KEPT_PER_TOKEN_AND_BLOCK + 8 * 64) + 256) * 8,
-        ),
-        # ZeRO 0 holds dp copies, the reference of a parity check is one more
-        (
-            "--mesh 1x1x4 --zero 0 --check-parity --dtype float64 --optimizer sgd --momentum 0",
-            220_544 * 2 * 8 * 5,
-            4096 * (4 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 8,
-        ),
-        # an offloaded optimizer has weights and gradients of its own
-        (
-            "--offload optimizer",
-            220_544 * 6 * 4,
-            4096 * (4 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4,
-        ),
-        # 1F1B on 2 stages: 2 and 1 microbatches in flight, 1.5 x 4 blocks
-        (
-            "--mesh 1x2x1 --micro-batch-size 8",
-            220_544 * 4 * 4,
-            512 * (6 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4,
-        ),
-        # the first stage has 3 blocks or none
-        (
-            "--mesh 1x2x1 --micro-batch-size 8 --stage-layers 3,1",
-            220_544 * 4 * 4,
-            512 * (7 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4,
-        ),
-        (
-            "--mesh 1x2x1 --micro-batch-size 8 --stage-layers 0,4",
-            220_544 * 4 * 4,
-            512 * (4 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4,
-        ),
-        # GPipe holds all 8
-        (
-            "--mesh 1x2x1 --micro-batch-size 8 --schedule gpipe",
-            220_544 * 4 * 4,
-            512 * (32 * KEPT_PER_TOKEN_AND_BLOCK + 256) * 4,
-        ),
-    ],
-)
-def test_memory_floor(line: str, states: int, activations: int) -> None:
-    floor = memory_floor(read(line))
-    assert (floor.states, floor.activations) == (states, activations)
-    assert floor.total == states + activations

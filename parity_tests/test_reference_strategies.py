@@ -17,11 +17,11 @@ from reference import (
     training,
     zero,
 )
-from reference.model import Dropout, Model, ModelOptions, initial_weights, parameter_shapes
-from reference.pipeline_parallel import Action, actions
-from reference.training import Gradients, TrainingOptions, loss_and_gradients
+from reference.model import Dropout, Model, ModelOptions, parameter_shapes
+from reference.training import Gradients, loss_and_gradients
 
 Strategy = Callable[..., tuple[float, Gradients]]
+
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
@@ -36,6 +36,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2 fused": {"fused_qkv": True},
     "gpt2, parallel blocks": {"parallel_block": True},
 }
+
+
 STRATEGIES: dict[str, Strategy] = {
     "tp2": partial(tensor_parallel.loss_and_gradients, tp=2),
     "tp4": partial(tensor_parallel.loss_and_gradients, tp=4),
@@ -319,105 +321,3 @@ def test_a_grid_refuses_what_does_not_divide() -> None:
     tokens, labels = make_batch(vocab_size=5)
     with pytest.raises(ValueError, match="vocabulary 5 is too small for 4 parts"):
         tensor_parallel_2d.loss_and_gradients(make_model(vocab_size=5), tokens, labels, q=4)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(("optimizer", "dp"), [("adamw", 2), ("adamw", 16), ("sgd", 4)])
-def test_zero_trains_as_one_device(optimizer: str, dp: int, stage: int) -> None:
-    options = make_model(dropout=0.1).options
-    how = TrainingOptions(
-        steps=4, lr=1e-3, clip_grad=0.1, seed=3, optimizer=optimizer, dtype="float64"
-    )
-    tokens, labels = make_batch()
-    data = [make_batch(seed=1), (tokens, torch.full_like(labels, -100)), make_batch(seed=2)]
-    expected = training.train(vars(options), vars(how), data)
-    model = Model(options, initial_weights(options, how.seed, torch.float64))
-    run = zero.train_steps(model, data, how, dp=dp, stage=stage, microbatches=16 // dp)
-    assert run.losses == pytest.approx(expected.losses, rel=1e-12)
-    assert run.gradient_norms == pytest.approx(expected.gradient_norms, rel=1e-12)
-    assert run.tokens == expected.tokens
-    assert run.learning_rates == expected.learning_rates
-    largest = max(float(weight.abs().max()) for weight in expected.weights.values())
-    for name, weight in expected.weights.items():
-        assert (run.weights[name] - weight).abs().max() <= 1e-12 * largest, name
-    for found, state in (
-        (run.exp_avg, expected.exp_avg),
-        (run.exp_avg_sq, expected.exp_avg_sq),
-        (run.momentum, expected.momentum),
-    ):
-        assert not state or largest_error(found, state) <= 1e-12
-
-
-@pytest.mark.parametrize("dp", [2, 4])
-def test_zero_holds_what_its_table_says(dp: int) -> None:
-    """In elements, where dp divides every number of rows: the 64 of the vocabulary and others."""
-    model = make_model(vocab_size=64)
-    all_of_it = sum(weight.numel() for weight in model.weights.values())
-    tokens, labels = make_batch(64)
-    how = TrainingOptions(steps=1, lr=1e-3, seed=3, dtype="float64")
-    part = all_of_it // dp
-    for stage, weights, gradients in (
-        (1, all_of_it, all_of_it),
-        (2, all_of_it, part),
-        (3, part, part),
-    ):
-        ranks = zero.start(model.weights, dp, stage)
-        pieces = zero.pieces_of(tokens, labels, None, dp, 2)
-        _, owned = zero.STAGES[stage](ranks, model.options, pieces, 1)
-        zero.optimizer_step(ranks, owned, how, 1e-3, stage)
-        for rank in ranks:
-            assert sum(x.numel() for x in rank.weights.values()) == weights
-            assert sum(x.numel() for x in rank.gradients.values()) == gradients
-            assert sum(x.numel() for x in rank.state.exp_avg.values()) == part
-
-
-def test_zero_cuts_rows_and_leaves_the_last_ranks_fewer() -> None:
-    shards = zero.shard({"a": torch.arange(5), "b": torch.arange(12)}, dp=4)
-    assert [[own[name].tolist() for own in shards] for name in "ab"] == [
-        [[0, 1], [2, 3], [4], []],
-        [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]],
-    ]
-
-
-def test_gpipe_actions() -> None:
-    assert " ".join(map(str, actions("gpipe", 1, 3, 4))) == "1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3"
-
-
-@pytest.mark.parametrize(
-    ("stage", "expected"),
-    [
-        (0, "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"),
-        (1, "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3"),
-        (2, "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"),
-    ],
-)
-def test_1f1b_actions(stage: int, expected: str) -> None:
-    assert " ".join(map(str, actions("1f1b", stage, 3, 4))) == expected
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
-def test_idle_turns_and_live_activations(schedule: Any, stages: int, microbatches: int) -> None:
-    execution = pipeline_parallel.run(
-        make_model(), *make_batch(), stages=stages, microbatches=microbatches, schedule=schedule
-    )
-    assert len(execution.timetable) == 2 * (microbatches + stages - 1)
-    for stage in range(stages):
-        own = [turn[stage] for turn in execution.timetable if turn[stage] is not None]
-        assert own == actions(schedule, stage, stages, microbatches)
-        held = [execution.live[action] for action in own]
-        most = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
-        assert max(held) == most
-        assert held[-1] == 0
-
-
-def test_a_deadlock_is_named() -> None:
-    programs = [[Action(0, "B", 0)], [Action(1, "F", 0)]]
-    with pytest.raises(RuntimeError, match="every rank waits: 0B0, 1F0"):
-        pipeline_parallel.next_turn(programs, arrived={}, last=1)
-
-
-def test_a_pipeline_needs_a_block_for_each_stage() -> None:
-    with pytest.raises(ValueError, match="4 blocks are too few for 5 stages"):
-        pipeline_parallel.loss_and_gradients(make_model(), *make_batch(), stages=5, microbatches=2)
