@@ -16,133 +16,21 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
-from benchmark.forecast import forecast_step
-from benchmark.plain import Step, plain_ddp_step, plain_fsdp_step, plain_step
-from tabulate import tabulate
+from benchmark.plain import Step
+from benchmark.report import Times, clocks, operators, table, waiting
+from benchmark.variants import BATCH, MODEL, RANKS, VARIANTS, Variant, with_others
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from dtensor_llm.config import Config, MeshSizes, ModelConfig, ParallelConfig, TrainConfig
-from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, processes
 from dtensor_llm.worlds.processes_rank import Place, close_world, open_world
 
-MODEL = ModelConfig(vocab_size=256, width=384, heads=6, layers=6, seq_len=256)
-BATCH, RANKS, WARMUP = 8, 2, 3
-TRAIN = TrainConfig(global_batch_size=BATCH, lr=1e-3, steps=10**6, warmup_steps=0)
-MICROBATCHES = 4  # of the pipeline
-ROWS_OF_PROFILE = 24
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to do the step.
-
-    Args:
-        make: builds it, on every rank that takes part.
-        ranks: 1, with two threads unless `threads` says otherwise, or 2 with one each.
-        threads: of each rank.
-        target: of its time over that of `one`.
-        other: name of the variant that it is compared with, ...
-        share: ... of whose time this part counts.
-        other_target: of that ratio, ...
-        other_least: ... which has a lower bound, too, where it is to be as near one as this.
-        forecast: the step returns seconds, and is not timed.
-        silent: both ranks do, at the same time, the step of one rank.
-    """
-
-    make: Callable[[World], Step]
-    ranks: int = RANKS
-    threads: int = 1
-    target: float | None = None
-    other: str = ""
-    share: float = 1.0
-    other_target: float | None = None
-    other_least: float | None = None
-    forecast: bool = False
-    silent: bool = False
-
-    def is_alone(self, rank: int) -> bool:
-        """Whether `rank` does here what a world of one does."""
-        return self.silent or (self.ranks == 1 and rank == 0)
-
-
-def our_step(
-    world: World,
-    train: TrainConfig = TRAIN,
-    *,
-    zero: int = 3,
-    ddp: bool = False,
-    async_tp: bool = False,
-    **sizes: int,
-) -> Step:
-    """`sizes` are those of mesh axes."""
-    parallel = ParallelConfig(MeshSizes(**sizes), zero=zero, ddp=ddp, async_tp=async_tp)
-    trainer = Trainer(Config(MODEL, train, parallel), world)
-    count = iter(range(TRAIN.steps))
-
-    def step(tokens: Tensor, labels: Tensor) -> float:
-        own = trainer.samples
-        return trainer.step(next(count), tokens[own], labels[own]).loss
-
-    return step
-
-
-# A pipeline of p stages idles for (p-1) of (m+p-1) microbatches; the work is 1/p of one rank's.
-PIPELINED = dataclasses.replace(TRAIN, micro_batch_size=BATCH // MICROBATCHES)
-IDEAL_PIPELINE = (MICROBATCHES + RANKS - 1) / (MICROBATCHES * RANKS)
-
-
-def forecast(world: World) -> Step:
-    return forecast_step(Config(MODEL, PIPELINED, ParallelConfig(MeshSizes(pp=RANKS))), world)
-
-
-ONE = "one"
-VARIANTS: dict[str, Variant] = {
-    "plain": Variant(partial(plain_step, MODEL), ranks=1, threads=2),
-    ONE: Variant(our_step, ranks=1, threads=2, other="plain"),
-    "one-thread": Variant(our_step, ranks=1),
-    "pair": Variant(our_step, silent=True, other="one-thread"),
-    "plain-ddp": Variant(partial(plain_ddp_step, MODEL)),
-    "dp": Variant(
-        partial(our_step, dp_shard=2, zero=0), target=1.0, other="plain-ddp", other_target=1.03
-    ),
-    "ddp": Variant(
-        partial(our_step, dp_shard=2, zero=0, ddp=True),
-        target=1.0,
-        other="plain-ddp",
-        other_target=1.03,
-    ),
-    "plain-fsdp": Variant(partial(plain_fsdp_step, MODEL)),
-    "fsdp": Variant(
-        partial(our_step, dp_shard=2), target=1.05, other="plain-fsdp", other_target=1.03
-    ),
-    "tp": Variant(partial(our_step, tp=2), target=1.15),
-    "tp-async": Variant(partial(our_step, tp=2, async_tp=True), other="tp", other_target=1.0),
-    "pp": Variant(
-        partial(our_step, train=PIPELINED, pp=2),
-        other="one-thread",
-        share=IDEAL_PIPELINE,
-        other_target=1.06,
-    ),
-    "pp-forecast": Variant(forecast, forecast=True, other="pp", other_target=1.1, other_least=0.9),
-}
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one step: on the clock, of the main thread, and of the process."""
-
-    wall: float
-    main_thread: float
-    process: float
+WARMUP = 3
 
 
 def main() -> int:
@@ -169,19 +57,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=tuple(VARIANTS), metavar="NAME", help=only)
     parser.add_argument("--steps", type=int, default=15, help="timed steps of each (default: 15)")
     goes = "show where the time of this step goes, and time no other"
-    parser.add_argument("--profile", choices=tuple(VARIANTS), metavar="NAME", help=goes)
+    timed = tuple(name for name, v in VARIANTS.items() if not v.forecast)
+    parser.add_argument("--profile", choices=timed, metavar="NAME", help=goes)
     asked = parser.parse_args()
     if asked.profile and asked.only:
         parser.error(f"--only: --profile {asked.profile} times no other; leave one of them out")
     if asked.steps < 1:
         parser.error(f"--steps {asked.steps}: must be at least 1")
     return asked
-
-
-def with_others(names: Iterable[str]) -> list[str]:
-    wanted = {ONE, *names}
-    wanted |= {VARIANTS[name].other for name in wanted}
-    return [name for name in VARIANTS if name in wanted]
 
 
 def make_alone(variants: Mapping[str, Variant]) -> dict[str, Step]:
@@ -245,41 +128,6 @@ def timed(step: Step | None, variant: Variant, tokens: Tensor, labels: Tensor) -
     return times
 
 
-def table(
-    variants: Mapping[str, Variant], seconds: Mapping[str, Sequence[float]], cpu: Sequence[float]
-) -> str:
-    """`cpu` are the milliseconds of CPU time that all ranks of a step use together."""
-    rows = []
-    for (name, v), used in zip(variants.items(), cpu, strict=True):
-        own = seconds[name]
-        row = [name, f"{v.ranks} x {v.threads}", f"{1e3 * median(own):.0f}"]
-        row += [f"{1e3 * min(own):.0f}", f"{used:.0f}"]
-        row += [ratio(own, seconds[ONE]), target(v.target)]
-        if v.other:
-            share = f"{v.share:g} " if v.share != 1 else ""
-            row += [ratio(own, seconds[v.other], v.share), target(v.other_target, v.other_least)]
-            row += [f"{share}{v.other}"]
-        rows.append(row)
-    headers = ["step", "ranks x threads", "median ms", "least ms", "CPU ms", f"of {ONE}", "target"]
-    return tabulate(rows, [*headers, "ratio", "target", "to"], disable_numparse=True)
-
-
-def ratio(own: Sequence[float], other: Sequence[float], share: float = 1.0) -> str:
-    return f"{median(a / (share * b) for a, b in zip(own, other, strict=True)):.3f}"
-
-
-def target(value: float | None, least: float | None = None) -> str:
-    if value is None:
-        return ""
-    return f"<= {value:.2f}" if least is None else f"{least:.2f} to {value:.2f}"
-
-
-def waiting(variants: Mapping[str, Variant], second: Tensor) -> str:
-    """How busy the second rank was while the first worked alone: it should have slept."""
-    alone = [index for index, v in enumerate(variants.values()) if v.ranks == 1]
-    return f"CPU time of the rank that waits: {1e3 * second[alone].max():.1f} ms at most"
-
-
 def profile_one(
     variants: Mapping[str, Variant], alone: Mapping[str, Step], num_steps: int, world: World
 ) -> None:
@@ -293,35 +141,6 @@ def profile_one(
     if world.rank == 0:
         print(clocks(name, measured[WARMUP:]))
         print(operators(found, num_steps))
-
-
-def clocks(name: str, measured: Sequence[Times]) -> str:
-    """The main thread computes or waits; what gloo's threads do is the rest of the process."""
-    wall = median(times.wall for times in measured)
-    computes = median(times.main_thread for times in measured)
-    waits = median(times.wall - times.main_thread for times in measured)
-    others = median(times.process - times.main_thread for times in measured)
-    return (
-        f"{name}: {1e3 * wall:.1f} ms a step; the main thread computes {1e3 * computes:.1f} and "
-        f"waits {1e3 * waits:.1f} ({waits / wall:.0%}); other threads compute {1e3 * others:.1f}"
-    )
-
-
-def operators(found: profile, num_steps: int) -> str:
-    """The operators by their own time, which includes the profiler's."""
-    events = sorted(found.key_averages(), key=lambda event: -event.self_cpu_time_total)
-    total = sum(event.self_cpu_time_total for event in events)
-    rows = [
-        (
-            event.key[:60],
-            f"{event.count / num_steps:.1f}",
-            f"{event.self_cpu_time_total / num_steps / 1e3:.2f}",
-            f"{event.self_cpu_time_total / total:.1%}",
-        )
-        for event in events[:ROWS_OF_PROFILE]
-    ]
-    headers = ["operator", "a step", "own ms a step", "share"]
-    return tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 3))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What bench_step.py times ours against."""
+"""What bench_step.py times, and how it prints it."""
