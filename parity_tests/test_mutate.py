@@ -5,6 +5,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,13 +19,16 @@ from mutate import (
     Project,
     Record,
     all_mutants,
+    keep,
     known_records,
     report,
     sampled,
+    unmutated,
     wrong_equivalents,
 )
 from mutation import targets
 from mutation.mutants import Mutant, mutants_of
+from mutation.server import OneCaseOfEachFirst
 
 SECONDS = 60.0
 
@@ -223,7 +228,9 @@ def test_survivors_are_found_and_a_second_run_continues(project: Project, tmp_pa
     assert "-    return x - 1\n+    return x - 0" in done.stdout
     assert "return x * 2" not in done.stdout, "what was killed is not shown"
     records = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-    outcomes = {r["id"].split(":", 1)[1].rsplit(":", 1)[0]: r["outcome"] for r in records}
+    passed, *mutants = records
+    assert (passed["id"], passed["outcome"]) == ("unmutated: test_maths", "survived")
+    outcomes = {r["id"].split(":", 1)[1].rsplit(":", 1)[0]: r["outcome"] for r in mutants}
     assert outcomes == {
         "double:*>/": "killed",  # 1.5
         "double:2>3": "killed",
@@ -239,6 +246,26 @@ def test_survivors_are_found_and_a_second_run_continues(project: Project, tmp_pa
     assert again.stdout == done.stdout
     assert again.stderr == "", "nothing was run"
     assert (project.root / "tiny/maths.py").read_text(encoding="utf-8") == MATHS
+
+
+def test_unmutated_tests_run_again_where_the_package_has_changed(
+    project: Project, tmp_path: Path
+) -> None:
+    results = tmp_path / "results.jsonl"
+    keep(replace(unmutated(project, "maths.py"), seconds=1.0), results)
+    done = run(project, "--results", str(results), "--sample", "1")
+    assert done.stderr.startswith("[1/1] 0 min left: ")
+    (project.root / "tiny/__init__.py").write_text("# another", encoding="utf-8")
+    done = run(project, "--results", str(results), "--sample", "2")
+    assert done.stderr.startswith("unmutated, tests of maths.py: survived, ")
+
+
+def test_one_case_of_each_test_comes_first() -> None:
+    names = ["a.py::x[1]", "a.py::x[2]", "a.py::x[3]", "a.py::y", "b.py::x[1]", "b.py::x[2]"]
+    items: list[Any] = [SimpleNamespace(nodeid=name) for name in names]
+    OneCaseOfEachFirst().pytest_collection_modifyitems(items)
+    order = [names.index(item.nodeid) for item in items]
+    assert order == [0, 3, 4, 1, 5, 2]
 
 
 def records_of(project: Project, mutants: list[Mutant], survivors: str) -> list[Record]:

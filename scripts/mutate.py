@@ -11,8 +11,8 @@ Nothing in the working tree is changed: the run works on a copy taken at its sta
 lives in a forked process only, which imports the changed text in place of the file.
 
 With --results, each outcome is appended to a file; a second run takes from there what it knows of
-files that are the same, except survivors whose tests have changed. A sample of 40 is a part of the
-sample of 300 of the same seed.
+files that are the same, except survivors whose tests have changed, and how long the unmutated tests
+took, if nothing has changed since. A sample of 40 is a part of the sample of 300 of the same seed.
 
 Exit status: 0 for a score of at least --threshold, 1 below it, 2 where the unmutated tests fail.
 """
@@ -60,6 +60,9 @@ class Project:
     def source_digest(self, file: str) -> str:
         return self.digest(self.root / self.package / file)
 
+    def package_digest(self) -> str:
+        return self.digest(*sorted((self.root / self.package).rglob("*.py")))
+
     def tests_digest(self, file: str) -> str:
         """Of the tests of a file and of what they share."""
         folder = self.root / self.tests_folder
@@ -69,10 +72,13 @@ class Project:
 
 @dataclass(frozen=True)
 class Record:
-    """A line of the results file: what became of a mutant, and of which text."""
+    """A line of the results file: what became of a mutant, and of which text.
+
+    Or, with what `unmutated` gives as its id, that a list of tests passes on the package as it is.
+    """
 
     id: str
-    source: str  # digest of the unmutated file
+    source: str  # digest of the unmutated file, or of the package
     tests: str  # digest of its tests
     outcome: str  # killed, timed out or survived
     seconds: float
@@ -109,12 +115,22 @@ def sampled(mutants: list[Mutant], size: int | None, seed: int) -> list[Mutant]:
 
 
 def known_records(project: Project, mutants: list[Mutant], results: Path | None) -> list[Record]:
-    """What an earlier run has found out, the last word on each mutant."""
-    if results is None or not results.exists():
-        return []
-    lines = results.read_text(encoding="utf-8").splitlines()
-    last = {record.id: record for record in (Record(**json.loads(line)) for line in lines)}
+    """What an earlier run has found out of mutants, the last word on each."""
+    last = last_records(results)
     return [last[m.id] for m in mutants if m.id in last and last[m.id].is_valid(project, m)]
+
+
+def last_records(results: Path | None) -> dict[str, Record]:
+    if results is None or not results.exists():
+        return {}
+    lines = results.read_text(encoding="utf-8").splitlines()
+    return {record.id: record for record in (Record(**json.loads(line)) for line in lines)}
+
+
+def keep(record: Record, results: Path | None) -> None:
+    if results is not None:
+        with results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
 
 
 def run_mutants(
@@ -125,7 +141,7 @@ def run_mutants(
     Raises MutationError, with their output, where the unmutated tests fail.
     """
     server = Server(project.root, project.package, project.tests_folder, scratch)
-    limits = time_limits(project, mutants, server, workers)
+    limits = time_limits(project, mutants, server, workers, results)
     jobs = []
     for mutant in mutants:
         tests = tuple(project.tests[mutant.file])
@@ -134,9 +150,7 @@ def run_mutants(
     start = time.monotonic()
     for job, outcome in server.run(jobs, workers):
         records.append(record_of(project, job, outcome))
-        if results is not None:
-            with results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(records[-1])) + "\n")
+        keep(records[-1], results)
         left = (time.monotonic() - start) / len(records) * (len(jobs) - len(records))
         done = f"[{len(records)}/{len(jobs)}] {left / 60:.0f} min left"
         progress(f"{done}: {outcome.kind}, {outcome.seconds:.1f} s, {job.name}")
@@ -144,18 +158,31 @@ def run_mutants(
 
 
 def time_limits(
-    project: Project, mutants: list[Mutant], server: Server, workers: int
+    project: Project, mutants: list[Mutant], server: Server, workers: int, results: Path | None
 ) -> dict[tuple[str, ...], float]:
     """{tests: seconds}, from running them on the unchanged code."""
-    lists = {tuple(project.tests[m.file]): m.file for m in mutants}
-    jobs = [Job(file, project.read(file), tests, file) for tests, file in lists.items()]
-    limits = {}
+    files = {tuple(project.tests[m.file]): m.file for m in mutants}
+    passed = [unmutated(project, file) for file in files.values()]
+    known, seconds = last_records(results), dict[tuple[str, ...], float]()
+    jobs = []
+    for (tests, file), record in zip(files.items(), passed, strict=True):
+        if record.id in known and replace(known[record.id], seconds=0.0) == record:
+            seconds[tests] = known[record.id].seconds
+        else:
+            jobs.append(Job(file, project.read(file), tests, file))
     for job, outcome in server.run(jobs, workers):
         progress(f"unmutated, tests of {job.file}: {outcome.kind}, {outcome.seconds:.0f} s")
         if outcome.kind != "survived":
             raise MutationError(f"the unmutated tests fail:\n{outcome.output}")
-        limits[job.tests] = 3 * outcome.seconds + EXTRA_SECONDS
-    return limits
+        seconds[job.tests] = outcome.seconds
+        keep(replace(unmutated(project, job.file), seconds=round(outcome.seconds, 2)), results)
+    return {tests: 3 * taken + EXTRA_SECONDS for tests, taken in seconds.items()}
+
+
+def unmutated(project: Project, file: str) -> Record:
+    """That the tests of a file pass on the package as it is, in no time."""
+    name = "unmutated: " + ", ".join(project.tests[file])
+    return Record(name, project.package_digest(), project.tests_digest(file), "survived", 0.0, "")
 
 
 def record_of(project: Project, job: Job, outcome: Outcome) -> Record:

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +111,24 @@ class FirstFailure:
     def note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed and not self.path.exists():
             self.path.write_text(report.nodeid, encoding="utf-8")
+
+
+class OneCaseOfEachFirst:
+    """A pytest plugin: the first case of every test, then the second of those that have one, ...
+
+    Cases of a test are alike, and so a bug is met sooner.
+    """
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        seen: Counter[str] = Counter()
+        turns: list[int] = []
+        for item in items:
+            test = item.nodeid.split("[")[0]
+            turns.append(seen[test])
+            seen[test] += 1
+        in_turns = sorted(zip(turns, items, strict=True), key=lambda pair: pair[0])
+        items[:] = [item for _, item in in_turns]
 
 
 @dataclass
@@ -219,7 +237,7 @@ class Server:
                 *("-k", STARTS_PROCESSES, "--rootdir", str(self.root)),
                 *(f"{self.tests_folder}/{test}.py" for test in job.tests),
             ],
-            plugins=[FirstFailure(failure)],
+            plugins=[FirstFailure(failure), OneCaseOfEachFirst()],
         )
         return int(code) if code or loader.is_loaded else NOT_IMPORTED
 
