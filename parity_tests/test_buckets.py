@@ -101,6 +101,20 @@ def test_a_message_has_a_line_for_every_rank() -> None:
     assert on_ranks(4, main)[0] == [[0, 1, 10], [2, 3, 11], [4, -1, -1], [-1, -1, -1]]
 
 
+def test_gradients_that_autograd_does_not_add_up_are_told_of() -> None:
+    """As a split backward leaves them, beside weights that are in no bucket."""
+
+    def main(world: World) -> None:
+        weights, buckets = make(world)
+        for weight in weights.values():
+            weight.grad = weight.detach().clone()
+        buckets.all_arrived(weights | {"other": nn.Parameter(torch.zeros(1))})
+        for name, found in buckets.take().items():
+            assert found.equal(2.0 * buckets.rows(name, weights[name].detach())), name
+
+    on_ranks(2, main)
+
+
 def test_a_missing_gradient_is_an_error() -> None:
     def main(world: World) -> None:
         weights, buckets = make(world, microbatches=2)
