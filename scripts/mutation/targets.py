@@ -10,6 +10,7 @@ FOLDER = "parity_tests"
 STARTS_PROCESSES = "not torchrun and not processes"  # for pytest's -k
 
 DATA, TENSOR = "test_data_parallel", "test_tensor_parallel"
+HEADS = "test_few_key_value_heads"
 TENSOR_2D = "test_tensor_parallel_2d"
 SEQUENCE, PIPELINE, ZERO = "test_sequence_parallel", "test_pipeline_parallel", "test_zero"
 OPTIMIZER, TRAIN, MODEL, RNG = "test_optimizer", "test_train", "test_model", "test_rng"
@@ -31,7 +32,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "buckets.py": ("test_buckets", ZERO),
     "offload.py": ("test_offload",),
     "loss.py": (TENSOR, DATA, TRAIN, PIPELINE),
-    "optimizer.py": (OPTIMIZER, "test_few_key_value_heads", TRAIN, ZERO),
+    "optimizer.py": (OPTIMIZER, HEADS, TRAIN, ZERO),
     "rng.py": (RNG, MODEL),
     "collectives.py": SHARDS,
     "overlap.py": ("test_overlap",),
@@ -45,7 +46,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "parallel/data_parallel.py": SUMS,
     "parallel/pipeline_parallel.py": (PIPELINE, ALL_SCHEDULES, SEQUENCE, TRAIN),
     "parallel/sequence_parallel.py": TENSORS,
-    "parallel/tensor_parallel.py": TENSORS,
+    "parallel/tensor_parallel.py": (*TENSORS, HEADS),
     "parallel/tensor_parallel_2d.py": (TENSOR_2D,),
     "parallel/zero.py": SHARDS,
     "planner/schedule.py": SCHEDULES,
@@ -79,4 +80,5 @@ EQUIVALENT: dict[str, str] = {
     "stages.py:_best_of_rest:bound+1:481d8b4d": "a table more, which nobody reads",
     "parallel/tensor_parallel_2d.py:module:Shard>Replicate:4df24c56": "only Partial is asked for",
     "parallel/tensor_parallel_2d.py:module:0>1:1b1b3816": "only Partial is asked for",
+    "parallel/tensor_parallel_2d.py:_LookUp.backward:-1>-2:9d057035": "there is no row -1, nor -2",
 }
