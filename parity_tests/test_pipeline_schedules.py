@@ -247,6 +247,14 @@ def test_live_microbatches_by_hand() -> None:
     assert live_microbatches(small_config("2x1x1", micro_batch_size=1), 0) == 1
 
 
+def test_live_microbatches_of_a_file_by_hand(tmp_path: Path) -> None:
+    """Most are there only after the first backward."""
+    file = tmp_path / "schedule.csv"
+    file.write_text("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1B0,1F1,1F2,1B1,1B2\n", encoding="utf-8")
+    own = small_config("1x2x1", schedule_csv=str(file), global_batch_size=3)
+    assert [live_microbatches(own, rank) for rank in range(2)] == [3, 2]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_backward_is_split_in_a_pipeline_alone(name: str) -> None:
     assert splits_backward(small_config("1x2x1", schedule=name)) == (name in SPLIT)

@@ -118,6 +118,7 @@ def test_times_of_stages_are_sums() -> None:
     found = times_of_stages(times, [range(2), range(2, 3)], transfer=0.5)
     assert (found.forward, found.backward_input, found.transfer) == ([4, 5], [6, 6], 0.5)
     assert found.backward_weight == [0, 0]
+    assert times_of_stages(times, [range(3)]).transfer == 0, "where nothing is said of it"
 
 
 def test_a_message_takes_half_of_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,10 +129,19 @@ def test_a_message_takes_half_of_there_and_back(monkeypatch: pytest.MonkeyPatch)
         own.now = getattr(own, "now", 0.0) + 1
         return own.now
 
+    receivers: list[int] = []
+
+    def send(message: Tensor, receiver: int) -> None:
+        receivers.append(receiver)
+        sent(message, receiver)
+
+    sent = stage_times.dist.send
     monkeypatch.setattr(stage_times.time, "perf_counter", look)
+    monkeypatch.setattr(stage_times.dist, "send", send)
     message = torch.empty(2, 3)
     found = threads.run(3, partial(time_transfer, message, repeats=2), timeout=SECONDS)
     assert found == [0.5] * 3
+    assert sorted(receivers) == [0, 0, 0, 1, 1, 1]
 
 
 run = partial(subprocess.run, capture_output=True, text=True, timeout=2 * SECONDS)
