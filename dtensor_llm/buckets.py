@@ -188,7 +188,7 @@ class Buckets:
 
     def all_arrived(self, weights: dict[str, nn.Parameter]) -> None:
         """The gradients of these have been added up, all at once."""
-        for name in reversed(weights):
+        for name in weights:
             if name in self.bucket_of:
                 self.arrived(name, weights[name])
 
