@@ -75,8 +75,6 @@ def our_step(
 
 # A pipeline of p stages idles for (p-1) of (m+p-1) microbatches; the work is 1/p of one rank's.
 PIPELINED = dataclasses.replace(TRAIN, micro_batch_size=BATCH // MICROBATCHES)
-
-
 IDEAL_PIPELINE = (MICROBATCHES + RANKS - 1) / (MICROBATCHES * RANKS)
 
 
@@ -85,8 +83,6 @@ def forecast(world: World) -> Step:
 
 
 ONE = "one"
-
-
 VARIANTS: dict[str, Variant] = {
     "plain": Variant(partial(plain_step, MODEL), ranks=1, threads=2),
     ONE: Variant(our_step, ranks=1, threads=2, other="plain"),
