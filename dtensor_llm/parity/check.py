@@ -109,7 +109,7 @@ class ParityCheck(Watcher):
     def gather(self, found: Sequence[Difference]) -> list[list[Difference]]:
         """Every rank's differences, on rank 0; none elsewhere."""
         world = self.trainer.world
-        rows = [dataclasses.astuple(each) for each in found]
+        rows = [(x.largest, x.squares, x.place, x.value, x.expected) for x in found]
         own = torch.tensor(rows, dtype=torch.float64, device=world.device)
         tables = [own]
         if world.size > 1:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 FLOOR, FLOOR_OF_WEIGHTS = 1e-3, 1.0
@@ -57,17 +56,18 @@ def difference(
     assert_same_shape(a, b)
     if a.numel() == 0:
         return NOTHING
-    apart = (a.double() - b.double()).flatten()
-    apart = apart.where(apart.isfinite(), math.inf).abs()
-    worst = int(apart.argmax())
-    own = torch.unravel_index(torch.tensor(worst), a.shape)
-    starts = [s.start for s in where] if where is not None else [0] * a.ndim
-    place = 0
-    for size, index, start in zip(shape, own, starts, strict=True):
-        place = place * size + int(index) + start
+    apart = (a.double() - b.double()).flatten().abs_()
+    worst = int(apart.argmax())  # one that is no number counts as the largest
+    largest, squares = apart[worst].item(), apart.dot(apart).item()
+    own, starts = worst, [s.start for s in where] if where is not None else [0] * a.ndim
+    place, stride = 0, 1  # in the whole tensor
+    for whole, size, start in zip(shape[::-1], a.shape[::-1], starts[::-1], strict=True):
+        own, index = divmod(own, size)
+        place += (index + start) * stride
+        stride *= whole
     return Difference(
-        largest=apart[worst].item(),
-        squares=apart.square().sum().item(),
+        largest=largest if math.isfinite(largest) else math.inf,
+        squares=squares if math.isfinite(largest) else math.inf,
         place=place,
         value=a.flatten()[worst].item(),
         expected=b.flatten()[worst].item(),
