@@ -6,6 +6,7 @@ and going through DTensor three times a call costs more than the exchange itself
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -156,6 +157,40 @@ def reduce_by_summing(model: nn.Module, *, overlap: bool = False) -> None:
             module.set_force_sum_reduction_for_comms(True)
             own = list(module.parameters()) if overlap and module is not model else None
             module.set_custom_reduce_scatter(SummingReduceScatter(on_its_way, own))
+
+
+class AllGatherOfParts(AllGather):
+    """The `all_gather` that `fully_shard` is to use for a module where there are no streams."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        arrival = Arrival(exchange.AllGather(input_tensor, 0, group, output_tensor))
+        if async_op:
+            return arrival
+        arrival.wait()
+        return None
+
+
+class Arrival(dist.Work):
+    """Of what is gathered: waited for before it is read."""
+
+    def __init__(self, gather: exchange.AllGather) -> None:
+        super().__init__()
+        self.gather = gather
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - of the base class
+        self.gather.wait()
+        return True
 
 
 class SummingReduceScatter(ReduceScatter):

@@ -23,6 +23,7 @@ KINDS = {
     "threads": threads.run,
     "processes": processes.spawn,
     "processes, a message for each run of memory": processes.spawn,
+    "processes, shared memory": processes.spawn,
 }
 
 
@@ -30,6 +31,8 @@ def travel_as(kind: str) -> None:
     """Called by a rank, which may be a process of its own."""
     if "each run" in kind:
         exchange.LEAST_MESSAGE = 1
+    if "shared" in kind:
+        exchange.LEAST_SHARED = 1
 
 
 def own_part(
@@ -51,6 +54,7 @@ def own_part(
     return part, seen
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("strided", [False, True])
@@ -83,6 +87,7 @@ def gathered(
     return whole, seen
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("strided", [False, True])

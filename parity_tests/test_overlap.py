@@ -74,7 +74,7 @@ def overlapped(mesh: str, **options: Any) -> Config:
 def test_equals_one_device(case: str) -> None:
     mesh, options = CASES[case]
     sizes = ODD if mesh.startswith("3") else {}
-    report = parity(overlapped(mesh, dropout=0.1, **sizes | options))
+    report = parity(overlapped(mesh, dropout=0.1, steps=2, **sizes | options))
     assert report.passed, report
 
 
@@ -219,7 +219,13 @@ def nothing() -> None:
     pass
 
 
-@pytest.mark.parametrize("prepare", [nothing, message_for_each_run])
+def share_memory() -> None:
+    """However little: as for the large parts of a large model."""
+    exchange.LEAST_SHARED = 1
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("prepare", [nothing, message_for_each_run, share_memory])
 @pytest.mark.parametrize("mesh", ["2x1x1", "3x1x1"])
 @pytest.mark.parametrize("async_tp", [False, True])
 def test_equals_one_device_in_processes(

@@ -53,7 +53,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 
 from dtensor_llm.buckets import Bucket, Buckets
-from dtensor_llm.collectives import reduce_by_summing
+from dtensor_llm.collectives import AllGatherOfParts, reduce_by_summing
 from dtensor_llm.model import GPT
 from dtensor_llm.plan import materialize
 
@@ -90,6 +90,8 @@ def apply(
     if device.type == "cpu":
         # Private: without it a gather ahead is waited for at once where there are no streams.
         root._set_unshard_async_op(True)
+        for module in fsdp_modules(model):
+            module.set_custom_all_gather(AllGatherOfParts())
     gather_ahead(model, prefetch)
     # Others read a sum as soon as it is there: on the second axis, and on its way to the host.
     alone = device.type == "cpu" and mesh.ndim == 1 and offload is None
@@ -98,8 +100,7 @@ def apply(
 
 def gather_ahead(model: GPT, depth: int) -> None:
     """Let each block, when its turn comes, start the all-gathers of the `depth` ones after it."""
-    sharded: list[FSDPModule] = [x for x in model.modules() if isinstance(x, FSDPModule)]
-    root, *blocks = sharded
+    root, *blocks = fsdp_modules(model)
     for order, choose in (
         (blocks, FSDPModule.set_modules_to_forward_prefetch),
         (blocks[::-1], FSDPModule.set_modules_to_backward_prefetch),
@@ -111,9 +112,13 @@ def gather_ahead(model: GPT, depth: int) -> None:
 
 def free_gathered(model: GPT) -> None:
     """Back to shards, whatever a forward pass without a backward pass has left gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def fsdp_modules(model: GPT) -> list[FSDPModule]:
+    """The model itself first, then its blocks."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def share_out(

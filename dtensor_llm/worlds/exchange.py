@@ -7,6 +7,8 @@ after another: to have them side by side along a later dim is a copy of the whol
 Here a part whose runs of memory are long goes straight to where it belongs, a message for each;
 others go as one and are unpacked where they arrive. To a recorder each of the two is one operation.
 
+Ranks of one machine send no large part at all: see `shared_memory`.
+
 Both have a beginning and an end, and whoever has work that needs nothing of the others does it
 between the two: see `overlap`.
 """
@@ -15,6 +17,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,7 +26,13 @@ from torch import Tensor
 # Private: torch 2.13 has no other way from a name, which is what an operator takes, to its group.
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from dtensor_llm.worlds.shared_memory import Channel, SharedParts, processes_that_share
+
 GATHERED, SUMMED = 0, 1  # tags: what belongs to exchanges that overlap must not be mixed up
+SHARED = 2  # is added to the tag of a message that only says in which memory the part is
+
+LEAST_SHARED = 2**16
+"""Bytes of a part that ranks of one machine read in each other's memory."""
 
 LEAST_MESSAGE = 2**20
 """Bytes of a run of memory that is worth a message of its own.
@@ -63,13 +72,18 @@ class AllGather:
         places: `whole`, cut into the parts.
     """
 
-    def __init__(self, x: Tensor, dim: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, x: Tensor, dim: int, group: dist.ProcessGroup, out: Tensor | None = None
+    ) -> None:
         """Begin to gather the parts `x`, of equal shapes, along `dim`; does not wait.
+
+        `out` is where to write the whole, contiguous memory; None takes new memory.
 
         Comm: one all-gather of `whole`.
         """
         x, size, own = x.contiguous(), group.size(), group.rank()
-        self.whole = x.new_empty([n * size if i == dim else n for i, n in enumerate(x.shape)])
+        shape = [n * size if i == dim else n for i, n in enumerate(x.shape)]
+        self.whole = x.new_empty(shape) if out is None else out
         self.places, peers = self.whole.chunk(size, dim), peers_of(group)
         if dist.get_backend(group) == "gloo":
             number = torch.ops.dtensor_llm.begin_all_gather(self.whole, x, dim, group.group_name)
@@ -80,7 +94,8 @@ class AllGather:
             self._travels = _Travels(group, dim, GATHERED, list(parts.chunk(size)))
             self._travels.receives = {peer: [work] for peer in peers}
         self._awaited = peers
-        self.places[own].copy_(x)  # while the others are on their way
+        if self.places[own].data_ptr() != x.data_ptr():
+            self.places[own].copy_(x)  # while the others are on their way
 
     def arrivals(self) -> Iterator[int]:
         """The peers whose parts are not there yet, one by one, each when it is in its place."""
@@ -191,9 +206,10 @@ class _Travels:
             parts = runs(self.incoming[peer], self.dim)
             self.receives[peer] = [self.group.recv([run], peer, self.tag) for run in parts]
 
-    def send(self, part: Tensor, peer: int) -> None:
-        for run in runs(part, self.dim):
-            self.sends.append(self.group.send([run.contiguous()], peer, self.tag))
+    def send(self, part: Tensor, *peers: int) -> None:
+        for peer in peers:
+            for run in runs(part, self.dim):
+                self.sends.append(self.group.send([run.contiguous()], peer, self.tag))
 
     def receive(self, peer: int) -> Tensor:
         """What `peer` has sent."""
@@ -206,7 +222,7 @@ class _Travels:
         self.sends = []
 
 
-_on_their_way: dict[int, _Travels] = {}
+_on_their_way: dict[int, _Travels | SharedParts] = {}
 _numbers = itertools.count()
 
 # Operators of their own, so that whoever watches operators sees an exchange whole. What
@@ -226,13 +242,16 @@ torch.library.define("dtensor_llm::send_part", "(Tensor part, int peer, int numb
 def begin_all_gather(output: Tensor, input: Tensor, dim: int, group_name: str) -> int:
     """Begin to write all ranks' `input` into `output`, one after another along `dim`."""
     group = _resolve_process_group(group_name)  # type: ignore[arg-type] # a str, at run time
+    if channel := channel_of(group, GATHERED, input.nbytes):
+        shared = SharedParts(channel, group, input)
+        shared.send(input, *peers_of(group))
+        return number_of(shared)
     places = output.chunk(group.size(), dim)
     straight = in_place(places[0], dim)
     incoming = [place if straight else torch.empty_like(input) for place in places]
     travels = _Travels(group, dim, GATHERED, incoming)
     travels.begin()
-    for peer in travels.receives:
-        travels.send(input, peer)
+    travels.send(input, *peers_of(group))
     return number_of(travels)
 
 
@@ -241,6 +260,8 @@ def begin_reduce_scatter(output: Tensor, input: Tensor, dim: int, group_name: st
     """Begin to receive this rank's part of all ranks' `input`, cut along `dim`."""
     group = _resolve_process_group(group_name)  # type: ignore[arg-type] # a str, at run time
     assert input.is_contiguous(), "its parts go as they lie"
+    if channel := channel_of(group, SUMMED, output.nbytes):
+        return number_of(SharedParts(channel, group, output))
     own = group.rank()
     first = int(own == 0)  # of the others: what it sends may lie where the sum will
     incoming = [
@@ -257,7 +278,21 @@ def send_part(part: Tensor, peer: int, number: int) -> None:
     _on_their_way[number].send(part, peer)
 
 
-def number_of(travels: _Travels) -> int:
+channels: WeakKeyDictionary[dist.ProcessGroup, dict[int, Channel]] = WeakKeyDictionary()
+
+
+def channel_of(group: dist.ProcessGroup, tag: int, num_bytes: int) -> Channel | None:
+    """Where parts of that size go through memory that all ranks of the group share."""
+    if num_bytes < LEAST_SHARED:
+        return None
+    if group not in channels:
+        pids = processes_that_share(group)
+        kinds = (GATHERED, SUMMED) if pids else ()
+        channels[group] = {kind: Channel(SHARED + kind, pids) for kind in kinds}
+    return channels[group].get(tag)
+
+
+def number_of(travels: "_Travels | SharedParts") -> int:
     """What an operator can give out in the place of `travels`."""
     number = next(_numbers)
     _on_their_way[number] = travels

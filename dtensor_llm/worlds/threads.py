@@ -31,7 +31,7 @@ def run(
     main: Callable[[World], T],
     *,
     timeout: float = 60.0,
-    runnable: int = 2,
+    runnable: int | None = None,
 ) -> list[T]:
     """Run main on every rank of a world of threads.
 
@@ -42,7 +42,8 @@ def run(
         size: number of ranks.
         main: called once per rank with the rank's World.
         timeout: seconds without any communication after which the computing ranks count as hung.
-        runnable: ranks that may compute at the same time.
+        runnable: ranks that may compute at the same time. None is two, or one where torch has one
+            thread: of small tensors two take longer, since Python runs one thread at a time.
 
     Returns:
         What main returned, by rank.
@@ -51,6 +52,8 @@ def run(
         WorldError: a rank raised (its exception is __cause__) or hung, the ranks deadlocked, or
             they ended with communication under way.
     """
+    if runnable is None:
+        runnable = min(2, torch.get_num_threads())
     scheduler = Scheduler(size, runnable)
     results: list[Any] = [None] * size
     with torch_for_threads():

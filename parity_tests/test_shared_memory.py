@@ -1,0 +1,165 @@
+"""Memory that ranks of one machine share: what goes through it, how little there is of it."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtensor_llm.parity import Report
+from dtensor_llm.worlds import World, exchange, processes, shared_memory
+from dtensor_llm.worlds.exchange import AllGather, all_gather, reduce_scatter
+from dtensor_llm.worlds.shared_memory import Block, Channel
+from parity_tests.harness import (
+    SECONDS,
+    batches_for,
+    reference_for,
+    small_config,
+    train_and_compare,
+)
+
+LARGE = 2**14  # float64 numbers of a part that goes through shared memory
+
+
+def world_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def part_of(rank: int, number: int, size: int = LARGE) -> Tensor:
+    return torch.full((1, size), 10.0 * number + rank, dtype=torch.float64)
+
+
+def is_gathered(whole: Tensor, number: int) -> bool:
+    return all(bool(row.eq(10.0 * number + rank).all()) for rank, row in enumerate(whole))
+
+
+def blocks_after_many(world: World) -> list[int]:
+    group = world_group()
+    for number in range(20):
+        assert is_gathered(all_gather(part_of(world.rank, number), 0, group), number)
+        whole = torch.cat([part_of(world.rank, number)] * world.size)
+        assert reduce_scatter(whole, 0, group).eq(world.size * 10.0 * number + 3).all()
+    return [len(channel.blocks) for channel in exchange.channels[group].values()]
+
+
+def test_few_blocks_serve_many_exchanges() -> None:
+    """Of each kind one that is read, one that is written to; a reduction has one for each peer."""
+    for gathered, summed in processes.spawn(3, blocks_after_many, timeout=SECONDS):
+        assert gathered == 2
+        assert summed <= 4
+
+
+def parts_of_all_sizes(world: World) -> int:
+    group = world_group()
+    for number, size in enumerate([LARGE, 3 * LARGE, LARGE + 1, 10, 2 * LARGE, LARGE] * 2):
+        whole = all_gather(part_of(world.rank, number, size), 0, group)
+        assert whole.shape == (world.size, size)
+        assert is_gathered(whole, number)
+    return max(block.memory.nbytes for block in exchange.channels[group][0].blocks)
+
+
+def test_a_part_of_any_size_finds_a_block() -> None:
+    assert processes.spawn(2, parts_of_all_sizes, timeout=SECONDS) == [3 * LARGE * 8] * 2
+
+
+def changed_once_sent(world: World) -> Tensor:
+    group, own = world_group(), part_of(world.rank, 1)
+    first = AllGather(own, 0, group)
+    own.fill_(-1.0)
+    dist.barrier()
+    return first.wait()
+
+
+def test_what_was_sent_may_change() -> None:
+    for whole in processes.spawn(2, changed_once_sent, timeout=SECONDS):
+        assert is_gathered(whole, 1)
+
+
+def two_at_once(world: World) -> list[bool]:
+    group = world_group()
+    both = [AllGather(part_of(world.rank, number), 0, group) for number in (1, 2)]
+    dist.barrier()
+    return [is_gathered(gather.wait(), number) for number, gather in enumerate(both, start=1)]
+
+
+def with_one_block(world: World) -> list[bool]:
+    """The bug that a block is written to before all have read it."""
+    right = Channel.block_of
+
+    def wrong(channel: Channel, num_bytes: int) -> Block:
+        return channel.blocks[0] if channel.blocks else right(channel, num_bytes)
+
+    with patch.object(Channel, "block_of", wrong):
+        return two_at_once(world)
+
+
+@pytest.mark.parametrize(
+    ("main", "expected"), [(two_at_once, [True, True]), (with_one_block, [False, True])]
+)
+def test_no_block_is_written_to_before_it_is_read(
+    main: Callable[[World], list[bool]], expected: list[bool]
+) -> None:
+    assert processes.spawn(2, main, timeout=SECONDS) == [expected] * 2
+
+
+def nothing_is_readable(*_: Any) -> bool:
+    return False
+
+
+def on_other_machines(missing: str, world: World) -> bool:
+    """Rank 1 cannot read what the others offer, or its system has no such memory."""
+    if world.rank == 1 and missing == "access":
+        shared_memory.can_read = nothing_is_readable
+    if world.rank == 1 and missing == "system":
+        del os.memfd_create
+    right = blocks_after_many(world) == []
+    return right and exchange.channels[world_group()] == {}
+
+
+@pytest.mark.parametrize("missing", ["access", "system"])
+def test_where_one_rank_cannot_share_all_send_messages(missing: str) -> None:
+    main = partial(on_other_machines, missing)
+    assert processes.spawn(3, main, timeout=SECONDS) == [True] * 3
+
+
+def small_parts(world: World) -> bool:
+    group = world_group()
+    all_gather(part_of(world.rank, 0, size=8), 0, group)
+    return group in exchange.channels
+
+
+def test_small_parts_are_messages() -> None:
+    assert processes.spawn(2, small_parts, timeout=SECONDS) == [False, False]
+
+
+def trained(mesh: str, options: dict[str, Any], world: World) -> tuple[Report, int]:
+    exchange.LEAST_SHARED = 1
+    config = small_config(mesh, **options)
+    report = train_and_compare(config, reference_for(config), batches_for(config), world)
+    channels = [c for of_group in exchange.channels.values() for c in of_group.values()]
+    return report, sum(channel.begun for channel in channels)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("1x1x2", {"zero": 3, "micro_batch_size": 2, "dropout": 0.1}),
+        ("2x1x2", {"zero": 3, "offload": "weights"}),
+        ("dp_replicate=2,dp_shard=2", {"zero": 3, "prefetch_depth": 2}),
+        ("1x1x3", {"zero": 1, "global_batch_size": 6}),
+    ],
+)
+def test_data_parallelism_through_it_equals_one_device(mesh: str, options: dict[str, Any]) -> None:
+    size = small_config(mesh, **options).parallel.mesh.num_ranks
+    for report, num_exchanges in processes.spawn(
+        size, partial(trained, mesh, options), timeout=SECONDS
+    ):
+        assert report.passed, report
+        assert num_exchanges > 0
