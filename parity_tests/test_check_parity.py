@@ -20,11 +20,11 @@ from dtensor_llm.train import StepResult, Trainer
 from parity_tests.faults import FAULTS
 from parity_tests.harness import Script, run_script
 
-SMALL = "--layers 2 --width 32 --seq-len 8 --data README.md"
+SMALL = "--layers 2 --width 32 --seq-len 8 --data LICENSE"  # a text that stays as it is
 
 
 def test_every_factoring_is_a_row(script: Script) -> None:
-    done = script("check_parity.py", f"--ranks 4 {SMALL} --layers 4 --heads 2")
+    done = script("check_parity.py", f"--ranks 4 {SMALL} --layers 4 --heads 2 --steps 2")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {line.split()[0]: line for line in done.stdout.splitlines()[3:9]}
     assert list(rows) == ["4x1x1", "2x2x1", "2x1x2", "1x4x1", "1x2x2", "1x1x4"]
@@ -55,7 +55,7 @@ def test_lower_precision_is_measured_by_one_device(script: Script, dtype: str) -
 def test_planted_bug_is_found_and_named(script: Script) -> None:
     fault = next(fault for fault in FAULTS if fault.name == "norm_gradients_not_reduced")
     with fault.plant():
-        done = script("check_parity.py", f"--mesh 2x1x1 {SMALL}")
+        done = script("check_parity.py", f"--mesh 2x1x1 {SMALL} --steps 2")
     assert done.returncode == 1
     assert "FAIL" in done.stdout
     assert "2x1x1 differs:" in done.stdout
@@ -76,7 +76,7 @@ def test_one_bad_mesh_of_many_is_a_failure(script: Script, monkeypatch: pytest.M
 
     monkeypatch.setattr(meshes, "check_rank", check_rank)
     for crashes in (False, True):
-        done = script("check_parity.py", f"--ranks 2 {SMALL}")
+        done = script("check_parity.py", f"--ranks 2 {SMALL} --steps 2")
         assert done.returncode == 1
         assert done.stdout.count("FAIL") == 1 + (not crashes)
         assert done.stdout.endswith("equal to one device: 2 of 3 meshes\n")
@@ -88,7 +88,7 @@ def test_run_without_a_finite_number_is_located(script: Script) -> None:
         return (q + k + v) * float("nan")
 
     with patch.object(Attention, "attend", attend):
-        done = script("check_parity.py", f"--mesh 2x1x1 {SMALL}")
+        done = script("check_parity.py", f"--mesh 2x1x1 {SMALL} --steps 2")
     assert done.returncode == 1
     assert "not finite first on" in done.stdout
     assert (
@@ -106,7 +106,7 @@ def test_every_step_is_compared(script: Script) -> None:
             self.optimizer.shards["final_norm.weight"].data.mul_(1 + 1e-6)
 
     with patch.object(Trainer, "update", wrong):
-        done = script("check_parity.py", f"--mesh 1x1x2 {SMALL}")
+        done = script("check_parity.py", f"--mesh 1x1x2 {SMALL} --steps 2")
     assert done.returncode == 1
     assert "first difference: weight, final_norm.weight" in done.stdout
     assert done.stdout.count("FAIL") == 2, "the mesh, and the weights"
@@ -141,7 +141,7 @@ def test_processes_are_started_for_it() -> None:
     ],
 )
 def test_bad_input_ends_with_one_message(script: Script, line: str, message: str) -> None:
-    done = script("check_parity.py", f"{line} --data README.md")
+    done = script("check_parity.py", f"{line} --data LICENSE")
     assert done.returncode == 2
     assert message in done.stderr
     assert not done.stdout
@@ -177,9 +177,11 @@ TRAIN = f"{SMALL} --global-batch-size 8 --dtype float64 --lr 1e-3 --record-every
 
 
 def test_recorded_runs_of_two_meshes_compare_clean(script: Script, tmp_path: Path) -> None:
+    """With an eps that does not let AdamW multiply rounding: 4 steps stay within 1e-12."""
     a, b = tmp_path / "a", tmp_path / "b"
     for mesh, folder in (("2x2x2", a), ("1x1x1", b)):
-        done = script("train_gpt.py", f"--mesh {mesh} {TRAIN} --steps 4 --record {folder}")
+        line = f"--mesh {mesh} {TRAIN} --eps 1e-6 --steps 4 --record {folder}"
+        done = script("train_gpt.py", line)
         assert done.returncode == 0, done.stderr
     done = script("compare_runs.py", f"{a} {b}")
     assert done.returncode == 0, done.stdout
@@ -190,12 +192,31 @@ def test_recorded_runs_of_two_meshes_compare_clean(script: Script, tmp_path: Pat
     assert f"--record {a} already holds a record; another folder would do" in again.stderr
 
 
+def test_rounding_that_adamw_multiplies_is_judged_by_a_control(
+    script: Script, tmp_path: Path
+) -> None:
+    """With an eps far below most gradients one device is as far from itself, too."""
+    runs = {"a": "2x1x1", "b": "1x1x1", "c": "1x1x1 --micro-batch-size 1"}
+    for name, mesh in runs.items():
+        line = f"--mesh {mesh} {TRAIN} --eps 1e-12 --steps 3 --record {tmp_path / name}"
+        assert script("train_gpt.py", line).returncode == 0
+    pair = f"{tmp_path / 'a'} {tmp_path / 'b'}"
+    done = script("compare_runs.py", pair)
+    assert done.returncode == 1
+    assert (
+        "record B again with another --micro-batch-size and pass that as --control" in done.stdout
+    )
+    done = script("compare_runs.py", f"{pair} --control {tmp_path / 'c'}")
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("nowhere nowhere", "nowhere holds no record"),
         ("a b --bound -1", "--bound -1.0: must be a finite number above 0"),
         ("a b --bound 1 --reference c", "the reference sets the bounds; leave one out"),
+        ("a b --control c --reference d", "one of the two sets the bounds; leave one out"),
     ],
 )
 def test_bad_comparison_ends_with_one_message(script: Script, line: str, message: str) -> None:

@@ -175,7 +175,8 @@ def compare(
     config = small_config(mesh, **options)
 
     def main(world: World) -> Report:
-        return trained(Trainer(config, world)).compare(Expectation(reference, control))
+        compared = control and (lambda: compare_runs(control(), reference))
+        return trained(Trainer(config, world)).compare(Expectation(reference, compared))
 
     return tuple(threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS))
 

@@ -201,7 +201,7 @@ def test_below_float32_there_is_no_bound_without_a_reference(tmp_path: Path) -> 
 
 def test_reference_is_in_float64_and_the_same_training(tmp_path: Path) -> None:
     single = write(tmp_path / "a", step(), dtype="float32", train={"lr": 1e-3, "dtype": "float32"})
-    with pytest.raises(Incomparable, match=r"is in torch\.float32: a reference is in float64"):
+    with pytest.raises(Incomparable, match=r"is in torch\.float32: what judges .* is in float64"):
         compare_records(single, single, reference=single)
     other = write(tmp_path / "b", step(), train={"lr": 2e-3, "dtype": "float64"})
     with pytest.raises(Incomparable, match=r"is another training than .*: lr 0\.001 and 0\.002"):
@@ -254,6 +254,34 @@ def test_reference_lets_a_run_be_twice_as_far_off_as_one_device(tmp_path: Path) 
     assert [row.quantity for row in far.rows if not row.passed] == [
         row.quantity for row in far.rows
     ]
+
+
+def test_control_lets_a_run_be_ten_times_as_far_off(tmp_path: Path) -> None:
+    """Never less than the fixed bound; and of each quantity by what the control says of it."""
+
+    def run(name: str, gradient: float, weight: float) -> Record:
+        made = step(tensors=tensors(1.0 + gradient, 2.0 + weight))
+        return write(tmp_path / name, made)
+
+    other, control = run("other", 0.0, 0.0), run("control", 4e-12, 0.0)
+    near, far, heavy = run("a", 3e-11, 0.0), run("b", 5e-11, 0.0), run("c", 0.0, 3e-11)
+    assert not compare_records(near, other).passed
+    assert compare_records(near, other, control=control).passed
+    assert compare_records(other, other, control=other).passed
+    for wrong, quantity in ((far, "gradient"), (heavy, "weight")):
+        report = compare_records(wrong, other, control=control)
+        assert [row.quantity for row in report.rows if not row.passed] == [quantity]
+        assert report.first is not None and report.first.quantity == quantity
+
+
+def test_control_is_the_same_training_and_has_all_that_is_judged(tmp_path: Path) -> None:
+    whole = write(tmp_path / "a", step(tensors=tensors()), train={"lr": 1e-3})
+    bare = write(tmp_path / "b", step(), train={"lr": 1e-3, "micro_batch_size": 1})
+    with pytest.raises(Incomparable, match="has not recorded gradient of step 1, weight of step 1"):
+        compare_records(whole, whole, control=bare)
+    other = write(tmp_path / "c", step(tensors=tensors()), train={"lr": 2e-3})
+    with pytest.raises(Incomparable, match=r"is another training than .*: lr 0\.001 and 0\.002"):
+        compare_records(whole, whole, control=other)
 
 
 # Recording a trainer

@@ -7,7 +7,7 @@ import pytest
 from dtensor_llm.planner import costs
 from parity_tests.harness import Script, torchrun
 
-SMALL = "--layers 2 --width 32 --seq-len 8 --global-batch-size 8 --data README.md"
+SMALL = "--layers 2 --width 32 --seq-len 8 --global-batch-size 8 --data LICENSE"
 
 
 def test_shows_what_was_predicted_and_counted(script: Script) -> None:

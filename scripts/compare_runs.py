@@ -9,10 +9,17 @@ bound: the first differing step and tensor are named.
 import argparse
 import math
 
+import torch
+
 from dtensor_llm.parity.compare import compare_records, other_settings
 from dtensor_llm.parity.record import Record, RecordError
 from dtensor_llm.parity.run import Incomparable
 from dtensor_llm.worlds import processes
+
+SMALL = 1e-9
+ADVICE = """\
+so small a difference may be rounding, which AdamW multiplies where a gradient is next to nothing:
+record B again with another --micro-batch-size and pass that as --control"""
 
 
 def main() -> int:
@@ -27,6 +34,12 @@ def main() -> int:
         help="the same training in float64: in lower precision, A may be twice as far from it as B",
     )
     parser.add_argument(
+        "--control",
+        metavar="C",
+        help="B again with other microbatches, in float64: where rounding alone may break the "
+        "bound, A may be ten times as far from B as C",
+    )
+    parser.add_argument(
         "--bound",
         type=float,
         help="of relative errors (default: 1e-12 in float64, in lower types scaled by rounding)",
@@ -36,10 +49,12 @@ def main() -> int:
         parser.error(f"--bound {asked.bound}: must be a finite number above 0")
     if asked.bound is not None and asked.reference is not None:
         parser.error("--bound and --reference: the reference sets the bounds; leave one out")
+    if asked.control is not None and asked.reference is not None:
+        parser.error("--control and --reference: one of the two sets the bounds; leave one out")
     try:
         a, b = Record(asked.record), Record(asked.other)
-        reference = None if asked.reference is None else Record(asked.reference)
-        report = compare_records(a, b, reference=reference, bound=asked.bound)
+        reference, control = (x and Record(x) for x in (asked.reference, asked.control))
+        report = compare_records(a, b, reference=reference, control=control, bound=asked.bound)
     except (RecordError, Incomparable) as error:
         processes.refuse(str(error))
     for name, one in (("A", a), ("B", b)):
@@ -49,6 +64,9 @@ def main() -> int:
     if settings := other_settings(a, b):
         print(f"other settings: {'; '.join(settings)}")
     print(report)
+    doubles = a.dtype == b.dtype == torch.float64
+    if doubles and not report.passed and asked.control is None and report.largest.error < SMALL:
+        print(ADVICE)
     return 0 if report.passed else 1
 
 

@@ -2,7 +2,8 @@
 
 By what the difference is judged:
 
-- both float64: the fixed bound (see `verdict`; there is no control here)
+- both float64: the fixed bound, or with a control what `verdict` says: AdamW may multiply the
+  rounding of two right runs beyond it
 - float32 without a third record: that bound, scaled by the rounding of the dtype. It is a guess,
   which AdamW breaks where true gradients are zero.
 - lower precision with a third record, the same training in float64: the first may be twice as far
@@ -13,6 +14,7 @@ By what the difference is judged:
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -33,7 +35,12 @@ from dtensor_llm.parity.verdict import (
 
 
 def compare_records(
-    record: Record, other: Record, *, reference: Record | None = None, bound: float | None = None
+    record: Record,
+    other: Record,
+    *,
+    reference: Record | None = None,
+    control: Record | None = None,
+    bound: float | None = None,
 ) -> Report:
     """The report of `record`, held to `other`; over the steps that both have.
 
@@ -41,38 +48,52 @@ def compare_records(
         record: the one in question.
         other: what is expected; with a `reference`, the yardstick: one device in the same dtype.
         reference: the same training in float64.
+        control: `other` again in float64, with its sums in another order: other microbatches.
         bound: of the relative error of each quantity, in place of the one above.
 
     Raises:
         Incomparable: they do not have the same parameters, or there is no bound for their dtype.
         RecordError: a record cannot be read.
     """
+    for one in (reference, control):
+        if one is not None:
+            check_reference(one, other)
+    target = reference or other
+    steps = min(len(one.steps) for one in (record, other, target, control or target))
+    expected = Cut(target, steps)
+
+    def compared(one: Record) -> Comparison:
+        run = Cut(one, steps)
+        found = with_gradient_norms(compare_runs(run, expected), run, expected)
+        return found if reference else with_norms(found, run, expected)
+
+    def judging(measure: Record) -> Comparison:
+        found = compared(measure)
+        check_judging(asked, found, measure)
+        return found
+
+    asked = compared(record)
     if reference is not None:
-        check_reference(reference, other)
-    target = other if reference is None else reference
-    steps = min(len(one.steps) for one in (record, other, target))
-    run, yardstick, expected = (Cut(one, steps) for one in (record, other, target))
-    compared = with_gradient_norms(compare_runs(run, expected), run, expected)
-    if reference is None:
-        compared = with_norms(compared, run, expected)
-        return judge(compared, Expectation(expected, bound=bound or bound_of(record, other)))
-    judging = with_gradient_norms(compare_runs(yardstick, expected), yardstick, expected)
-    check_yardstick(compared, judging, other)
-    return judge(compared, Expectation(expected, yardstick=judged_errors(judging)))
+        return judge(asked, Expectation(expected, yardstick=judged_errors(judging(other))))
+    moved = None if control is None else partial(judging, control)
+    fixed = bound or bound_of(record, other)
+    return judge(asked, Expectation(expected, control=moved, bound=fixed))
 
 
 def check_reference(reference: Record, other: Record) -> None:
     """Raises Incomparable where it is not in float64, or not the training that it is to judge."""
     if reference.dtype != torch.float64:
-        raise Incomparable(f"{reference.folder} is in {reference.dtype}: a reference is in float64")
+        raise Incomparable(
+            f"{reference.folder} is in {reference.dtype}: what judges another record is in float64"
+        )
     if texts := other_settings(other, reference):
         raise Incomparable(
             f"{reference.folder} is another training than {other.folder}: {'; '.join(texts)}"
         )
 
 
-def check_yardstick(compared: Comparison, judging: Comparison, other: Record) -> None:
-    """Raises Incomparable where the second record lacks what the first is to be judged by."""
+def check_judging(compared: Comparison, judging: Comparison, other: Record) -> None:
+    """Raises Incomparable where a record lacks what the first is to be judged by."""
     lacking = [name for name in compared.scalars if name not in judging.scalars]
     for quantity in compared.quantities:
         step = judged_step(compared, quantity)

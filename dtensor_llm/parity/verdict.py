@@ -58,15 +58,15 @@ class Expectation:
 
     Args:
         reference: one device in float64.
-        control: trains the same again in another order of sums; only called where a fixed bound
-            is broken.
+        control: trains the same again in another order of sums, and compares that with the
+            reference; only called where a fixed bound is broken.
         yardstick: where the dtype of the run is lower than float64, the `judged_errors` of one
             device in that dtype, over many seeds.
         bound: of float64, below which no control is needed.
     """
 
     reference: Run
-    control: Callable[[], Run] | None = None
+    control: Callable[[], "Comparison"] | None = None
     yardstick: Mapping[str, float] | None = None
     bound: float = BOUND
 
@@ -173,7 +173,7 @@ def by_bound(run: Comparison, expected: Expectation) -> list[Row]:
     rows = rows_within(run, bounds)
     if expected.control is None or all(row.passed for row in rows):
         return rows
-    control = compare_runs(expected.control(), expected.reference)
+    control = expected.control()
     measured = {q: CONTROL_FACTOR * error_of(control, q) for q in bounds}
     return rows_within(run, {q: max(bound, measured[q]) for q, bound in bounds.items()})
 
