@@ -1,5 +1,6 @@
 """Options of the fuzz, and one thread a process: the runner starts a process for each core."""
 
+import gc
 import runpy
 import shlex
 import sys
@@ -11,10 +12,13 @@ import torch
 
 from dtensor_llm.data import Dataset
 from dtensor_llm.worlds import processes
+from dtensor_llm.worlds.processes_rank import num_cores
 from parity_tests.corpora import load, write_ids
+from parity_tests.covering import mark_what_is_left_out
 from parity_tests.harness import ROOT, Finished, Script
 
 torch.set_num_threads(1)
+gc.set_threshold(20_000, 10, 10)  # as it was, collecting took 7 % of the time
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,8 +38,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("draw", draws, ids=lambda index: f"draw{index}")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than the cores: a test that has started processes waits for them to come and go."""
+    return num_cores() + 1
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With --draw no other test runs: the command that a failing draw prints repeats it alone."""
+    mark_what_is_left_out(items)
     if config.getoption("--draw") is None:
         return
 

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,7 @@ def test_one_message_holds_all_problems() -> None:
     assert str(ConfigError(["--lr nan"])) == "1 problem in the configuration:\n  - --lr nan"
 
 
+@cache
 def config_of(line: str, surroundings: Surroundings) -> Config:
     """What rules see of a command line, with defaults in place of what is wrong alone."""
     seen = []
@@ -115,18 +117,19 @@ def some_values(setting: Setting) -> tuple[object, ...]:
     return setting.metadata.get("choices", SOME_VALUES[setting.kind])
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.find.__name__)
-def test_verdict_of_a_rule_depends_on_what_it_reads_alone(rule: Rule) -> None:
-    unread = [setting for name, setting in SETTINGS.items() if name not in rule.reads]
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_verdict_of_a_rule_depends_on_what_it_reads_alone(setting: Setting) -> None:
+    others = [rule for rule in RULES if setting.name not in rule.reads]
     for surroundings, line, _ in BAD_CONFIGURATIONS:
         config = config_of(line, surroundings)
-        verdict = any(rule.find(config, surroundings))
-        for setting in unread:
-            for value in some_values(setting):
-                section = getattr(config, setting.section)
-                changed = dataclasses.replace(section, **{setting.name: value})
-                other = dataclasses.replace(config, **{setting.section: changed})
-                assert any(rule.find(other, surroundings)) == verdict, (line, setting.name, value)
+        section = getattr(config, setting.section)
+        verdicts = [any(rule.find(config, surroundings)) for rule in others]
+        for value in some_values(setting):
+            changed = dataclasses.replace(section, **{setting.name: value})
+            other = dataclasses.replace(config, **{setting.section: changed})
+            for rule, verdict in zip(others, verdicts, strict=True):
+                case = (rule.find.__name__, line, value)
+                assert any(rule.find(other, surroundings)) == verdict, case
 
 
 def test_wrong_setting_hides_the_rules_that_read_it() -> None:

@@ -17,6 +17,7 @@ from dtensor_llm.planner.traffic import Traffic, merged
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
 from dtensor_llm.worlds.processes_spawn import spawn
+from parity_tests.covering import covering_cases
 from parity_tests.harness import LLAMA, ROOT, SECONDS, batches_for, small_config
 
 FIVE = {"layers": 5, "micro_batch_size": 1}
@@ -223,7 +224,7 @@ def hold_to_closed_form(config: Config) -> None:
         assert merged(rank.calls) == step_traffic(config, rank.place), rank.place
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", covering_cases(CASES))
 def test_counted_is_predicted(case: str) -> None:
     mesh, values = CASES[case]
     hold_to_closed_form(small_config(mesh, **values))
@@ -262,8 +263,11 @@ def test_counted_is_predicted_tied_and_untied(mesh: str, tied: bool) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *("2x2x2", "1x2x3", "hybrid and tp", "hybrid, replicated", "grid", "overlapped, 2x2x2"),
-        *("zbv, zero 2", "dualpipev"),
+        *("1x2x3", "hybrid and tp", "grid", "overlapped, 2x2x2", "zbv, zero 2"),
+        *(
+            pytest.param(case, marks=pytest.mark.full)
+            for case in ("2x2x2", "hybrid, replicated", "dualpipev")
+        ),
     ],
 )
 def test_processes_and_threads_record_the_same_calls(case: str) -> None:
@@ -320,6 +324,7 @@ def test_one_reduction_a_step_moves_an_eighth() -> None:
     assert merged(each.calls[1:-1]) == [gradients.times(8)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize(
     "mesh", ["2x2x2", "4x1x2", "2x1x4", "dp_replicate=2,dp_shard=2,pp=2", "tp=2x2,dp=2"]

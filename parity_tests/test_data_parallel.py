@@ -39,6 +39,7 @@ def test_equals_its_reference(dp: int, micro_batch_size: int) -> None:
     assert report.passed, report
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mask", ["none", "even", "uneven"])
 @pytest.mark.parametrize("mesh", ["1x1x2", "1x1x8", "dp_replicate=2,dp_shard=2"])
 def test_equals_one_device(mesh: str, mask: str) -> None:
@@ -64,6 +65,7 @@ def ddp_config(mesh: str, **values: Any) -> Config:
     return small_config(mesh, zero=0, ddp=True, **how | values)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", DDP_OPTIONS)
 @pytest.mark.parametrize("mesh", ["1x1x2", "1x1x8", "1x2x2", "dp_replicate=2,dp_shard=2"])
 def test_ddp_equals_one_device(mesh: str, options: str) -> None:

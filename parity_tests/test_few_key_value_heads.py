@@ -25,6 +25,7 @@ from reference import tensor_parallel as reference
 FEW = LLAMA | {"bias": True, "dropout": 0.1}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("tp", "kv_heads"), [(2, 1), (4, 2), (4, 1), (8, 2)])
 def test_equals_its_reference(tp: int, kv_heads: int, sequence_parallel: bool) -> None:

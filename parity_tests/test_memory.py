@@ -29,6 +29,7 @@ from dtensor_llm.schedules.actions import receiver
 from dtensor_llm.schedules.kinds import NAMES
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, threads
+from parity_tests.covering import covering_cases
 from parity_tests.harness import LLAMA, ROOT, SECONDS, batches_for, small_config
 
 # Rajbhandari et al., arXiv 1910.02054, table 1: GB a device by data-parallel ranks, for a model of
@@ -239,7 +240,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", covering_cases(CASES))
 def test_measured_is_predicted(case: str) -> None:
     mesh, values = CASES[case]
     hold_to_closed_form(small_config(mesh, **values))

@@ -28,6 +28,7 @@ def config_of(mesh: str, **options: Any) -> Config:
     return small_config(mesh, **batch, **options)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("offload", OFFLOADED)
 @pytest.mark.parametrize("mesh", MESHES)
@@ -36,6 +37,7 @@ def test_equals_one_device(mesh: str, offload: str, family: dict[str, object]) -
     assert report.passed, report
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("mesh", ["1x1x3", "2x2x2", "dp_replicate=2,dp_shard=2"])
 def test_optimizer_of_every_stage_equals_one_device(mesh: str, zero: int) -> None:
@@ -62,6 +64,7 @@ def trained(config: Config) -> list[dict[str, Any]]:
     return threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("offload", OFFLOADED)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
@@ -102,6 +105,7 @@ def storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("mesh", ["1x1x1", "2x2x2", "dp_replicate=2,dp_shard=2"])
@@ -167,6 +171,7 @@ class Moves(threading.local):
 TENSOR_TO = Tensor.to
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("defer_reduce", [True, False])
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("mesh", ["1x1x1", "1x1x3", "2x1x2", "1x2x2", "dp_replicate=2,dp_shard=2"])
@@ -199,6 +204,7 @@ def test_copies_of_offloaded_weights(
 # ---------------------------------------------------------------- bytes
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("offload", ["none", *OFFLOADED])
 @pytest.mark.parametrize("mesh", ["1x1x1", "1x1x3", "2x2x2"])

@@ -31,6 +31,7 @@ from parity_tests.harness import (
 SEVERAL = (*LOOP, *V_SHAPED)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize(("mesh", "layers"), [("1x2x1", 5), ("1x4x1", 9)])
@@ -41,11 +42,13 @@ def test_equals_one_device(mesh: str, layers: int, name: str, tied: bool) -> Non
     assert report.passed, report
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("zero", range(4))
-def test_equals_one_device_with_zero_and_tp(name: str, zero: int) -> None:
-    values = {"zero": zero, "layers": 5, "dropout": 0.1, "micro_batch_size": 1}
-    report = parity(small_config("2x2x2", schedule=name, **values))
+@pytest.mark.parametrize("mesh", ["1x2x2", "2x2x2"])
+def test_equals_one_device_with_zero_and_tp(mesh: str, name: str, zero: int) -> None:
+    values = {"zero": zero, "layers": 5, "dropout": 0.1, "micro_batch_size": 1, "steps": 2}
+    report = parity(small_config(mesh, schedule=name, **values))
     assert report.passed, report
 
 
@@ -70,10 +73,13 @@ def test_equals_one_device_with_zero_and_tp(name: str, zero: int) -> None:
     ids=lambda values: "-".join(map(str, values.values()))[:60],
 )
 def test_equals_one_device_with_other_options(values: dict[str, Any]) -> None:
-    report = parity(small_config("1x2x2", **{"layers": 5, "global_batch_size": 16, **values}))
+    report = parity(
+        small_config("1x2x2", **{"layers": 5, "global_batch_size": 16, "steps": 2, **values})
+    )
     assert report.passed, report
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize(
     "values",
@@ -120,6 +126,7 @@ def file_of(name: str, folder: Path) -> str:
     return str(path)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
 @pytest.mark.parametrize("name", FILES)
 def test_schedule_from_a_file_equals_one_device(
@@ -149,6 +156,7 @@ def test_file_of_a_schedule_does_what_the_schedule_does(name: str, tmp_path: Pat
     assert report.passed, report
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x2x2"])
 def test_evaluation_is_that_of_one_device(name: str, mesh: str) -> None:
@@ -170,6 +178,7 @@ def test_evaluation_is_that_of_one_device(name: str, mesh: str) -> None:
     assert losses(mesh) == pytest.approx(losses("1x1x1"), rel=1e-12)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
 @pytest.mark.parametrize("name", SEVERAL)
 def test_tied_copies_stay_bitwise_equal(name: str, zero: int | None) -> None:

@@ -122,6 +122,7 @@ def error_of(strategy: Strategy, model: Model, batch: tuple[Tensor, Tensor]) -> 
     return max(abs(loss / max(expected_loss, 1e-300) - 1), largest_error(gradients, expected))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def test_equals_one_device(mesh: str) -> None:
     assert report.passed, report
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("parallel_block", [False, True])
 @pytest.mark.parametrize("mesh", ["4x1x1", "2x1x2", "2x2x2"])
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
@@ -89,6 +90,7 @@ def saved_bytes(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("parallel_block", [False, True])

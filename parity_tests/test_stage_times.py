@@ -147,7 +147,7 @@ def test_a_message_takes_half_of_there_and_back(monkeypatch: pytest.MonkeyPatch)
 run = partial(subprocess.run, capture_output=True, text=True, timeout=2 * SECONDS)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_two_towers_equal_one_device(stages: int) -> None:
     line = f"--stages {stages} --microbatches {stages} --parity-only"
     done = run([sys.executable, str(ROOT / "scripts" / "two_towers.py"), *line.split()])

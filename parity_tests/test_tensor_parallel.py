@@ -50,6 +50,7 @@ def test_equals_one_device(tp: int, vocab_size: int) -> None:
     assert report.passed, report
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("tp", "vocab_size"), [(2, 57), (4, 57), (8, 57)])
@@ -119,6 +120,7 @@ def test_fused_qkv_equals_its_reference(tp: int, family: dict[str, object]) -> N
     assert report.passed, report
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("mesh", ["4x1x2", "2x2x2"])
 @pytest.mark.parametrize("family", FUSED.values(), ids=FUSED)
@@ -154,6 +156,7 @@ def test_parallel_blocks_equal_their_reference(tp: int, family: dict[str, object
     assert report.passed, report
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("mesh", ["4x1x2", "2x2x2"])
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])

@@ -88,7 +88,7 @@ def test_equals_its_reference(q: int, family: dict[str, object]) -> None:
     ],
 )
 def test_equals_one_device(mesh: str, values: dict[str, Any]) -> None:
-    report = parity(small_config(mesh, **values))
+    report = parity(small_config(mesh, steps=2, **values))
     assert report.passed, report
 
 

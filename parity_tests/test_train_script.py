@@ -15,7 +15,7 @@ import pytest
 from parity_tests.harness import ROOT, Finished, Script, run_script, torchrun
 
 SCRIPT = str(ROOT / "scripts" / "train_gpt.py")
-STEPS = "--dtype float64 --lr 1e-3 --steps 5"
+STEPS = "--layers 2 --global-batch-size 16 --dtype float64 --lr 1e-3 --steps 5"
 QUANTITIES = ["loss", "gradient norm", "gradient", "weight", "exp_avg", "exp_avg_sq"]
 SMALL = "--layers 2 --width 32 --seq-len 8 --global-batch-size 8 --steps 3 --dtype float64"
 BOUND = 1e-12

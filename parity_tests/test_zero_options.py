@@ -119,6 +119,7 @@ def one_step(config: Config, rank: int = 0) -> Sequence:
     return seen
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize(
     ("mesh", "reshard"),
@@ -158,6 +159,7 @@ def test_gathers_of_accumulated_microbatches(m: int, reshard: bool) -> None:
     assert seen.count("gather", ROOT) == seen.count("reduce", ROOT) == m
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("stage", [0, 1])

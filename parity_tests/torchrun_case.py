@@ -3,17 +3,14 @@
 import sys
 
 from dtensor_llm.worlds import World, processes
-from parity_tests.harness import batches_for, reference_for, train_and_compare
-from parity_tests.test_composition import CASES, configuration
+from parity_tests.test_composition import CASES, check_rank
 
 
 def main() -> int:
     case = CASES[int(sys.argv[1])]
-    config, mask = configuration(case), case["mask"]
 
     def run_rank(world: World) -> int:
-        reference = world.share(lambda: reference_for(config, mask))
-        report = train_and_compare(config, reference, batches_for(config, mask), world)
+        report = check_rank(case, world)
         if world.rank == 0:
             print(report)
         return 0 if report.passed else 1
