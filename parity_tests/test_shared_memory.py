@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -127,6 +128,17 @@ def on_other_machines(missing: str, world: World) -> bool:
 def test_where_one_rank_cannot_share_all_send_messages(missing: str) -> None:
     main = partial(on_other_machines, missing)
     assert processes.spawn(3, main, timeout=SECONDS) == [True] * 3
+
+
+def test_number_that_is_another_process_somewhere_else_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "empty").open("w+b") as empty:
+        assert not shared_memory.can_read(os.getpid(), empty.fileno(), 0)
+    assert not shared_memory.can_read(os.getpid(), -1, 0)
+    file, memory = shared_memory.new_memory(shared_memory.PAGE)
+    memory[:8].view(torch.int64).fill_(7)
+    assert shared_memory.can_read(os.getpid(), file, 7)
+    assert not shared_memory.can_read(os.getpid(), file, 8)
+    os.close(file)
 
 
 def small_parts(world: World) -> bool:
