@@ -50,13 +50,14 @@ def covering_set(rows: Sequence[Row], strength: int) -> set[Row]:
 def covering_cases(cases: Mapping[str, tuple[str, Mapping[str, Any]]]) -> list[Any]:
     """Parameters for a table {name: (mesh, options)}: `full` are those that a covering set lacks.
 
-    It has every value of an option on every kind of mesh where a case has it; two meshes are of one
-    kind if the same axes are longer than 1.
+    It has every value of an option with every mesh axis where some case has the two, and every set
+    of axes that a mesh has.
     """
 
     def contained(mesh: str, options: Mapping[str, Any]) -> set[Hashable]:
-        kind = frozenset(axis for axis, size in asdict(parse_mesh(mesh, None)).items() if size > 1)
-        return {(kind, option, str(value)) for option, value in options.items()} | {kind}
+        axes = frozenset(axis for axis, size in asdict(parse_mesh(mesh, None)).items() if size > 1)
+        values = [(option, str(value)) for option, value in options.items()]
+        return {(axis, *value) for axis in axes or {""} for value in values} | {axes}
 
     fast = chosen({name: contained(*case) for name, case in cases.items()})
     return [pytest.param(name, marks=() if name in fast else pytest.mark.full) for name in cases]

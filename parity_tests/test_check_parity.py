@@ -41,7 +41,7 @@ def test_factorings() -> None:
     assert all(mesh.num_ranks == 12 for mesh in factorings(12))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_lower_precision_is_measured_by_one_device(script: Script, dtype: str) -> None:
     line = f"--mesh 2x1x2 {SMALL} --dtype {dtype} --global-batch-size 16"
     done = script("check_parity.py", line)

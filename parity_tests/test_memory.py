@@ -252,6 +252,7 @@ def test_measured_is_predicted_for_the_other_family(mesh: str) -> None:
     hold_to_closed_form(small_config(mesh, global_batch_size=12, micro_batch_size=2, **LLAMA))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize(
     "training",

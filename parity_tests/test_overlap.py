@@ -24,6 +24,7 @@ from dtensor_llm.planner.traffic import merged
 from dtensor_llm.train import Trainer
 from dtensor_llm.worlds import World, exchange, symmetric_memory, threads
 from dtensor_llm.worlds.processes_spawn import spawn
+from parity_tests.covering import covering_cases
 from parity_tests.harness import (
     LLAMA,
     SECONDS,
@@ -70,7 +71,7 @@ def overlapped(mesh: str, **options: Any) -> Config:
     return small_config(mesh, async_tp=True, **options)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", covering_cases(CASES))
 def test_equals_one_device(case: str) -> None:
     mesh, options = CASES[case]
     sizes = ODD if mesh.startswith("3") else {}

@@ -134,6 +134,7 @@ def test_any_cut_equals_one_device(
     assert report.passed, report
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("split", ["0,3", "3,0", "1,2"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_any_cut_on_a_grid_equals_one_device(split: str, tied: bool) -> None:

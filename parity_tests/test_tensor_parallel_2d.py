@@ -30,6 +30,7 @@ from dtensor_llm.planner.traffic import Traffic
 from dtensor_llm.train import StepResult, Trainer
 from dtensor_llm.worlds import World, threads
 from dtensor_llm.worlds.processes_spawn import spawn
+from parity_tests.covering import covering_cases
 from parity_tests.harness import (
     LLAMA,
     SECONDS,
@@ -62,32 +63,34 @@ def test_equals_its_reference(q: int, family: dict[str, object]) -> None:
     assert report.passed, report
 
 
-@pytest.mark.parametrize(
-    ("mesh", "values"),
-    [
-        ("tp=2x2", {"dropout": 0.1, "micro_batch_size": 1}),
-        ("tp=2x2", {"seq_len": 3, "vocab_size": 63, "tied_embeddings": False}),
-        ("tp=2x2", LLAMA | {"seq_len": 1, "attention_dropout": 0.2}),
-        ("tp=3x3", ODD | {"dropout": 0.1}),
-        ("tp=3x3", ODD_LLAMA),
-        ("tp=2x2,dp=2", {"dropout": 0.1, "micro_batch_size": 1}),
-        ("tp=2x2,dp=2", LLAMA | {"zero": 0, "optimizer": "sgd"}),
-        ("tp=2x2,dp=3", {"ffn_width": 14, "global_batch_size": 12, "vocab_size": 5}),
-        ("tp=2x2,dp=2", {"zero": 1, "micro_batch_size": 1}),
-        ("tp=2x2,dp=2", LLAMA | {"zero": 2, "micro_batch_size": 1}),
-        ("tp=2x2,dp=2", {"zero": 3, "micro_batch_size": 1, "defer_reduce": True}),
-        ("tp=2x2,dp_replicate=2", {}),
-        ("tp=2x2,dp_replicate=2", LLAMA | {"zero": 0}),
-        ("tp=2x2,dp_replicate=2,dp_shard=2", {}),
-        ("tp=2x2,dp_replicate=2,dp_shard=2", {"zero": 0}),
-        ("tp=2x2,pp=2", {"dropout": 0.1}),
-        ("tp=2x2,pp=2", LLAMA | {"schedule": "gpipe"}),
-        ("tp=2x2,pp=2,dp=2", {"dropout": 0.1}),
-        ("tp=2x2,pp=2,dp=2", {"zero": 0, "vocab_size": 62}),
-        ("tp=3x3,dp=2", ODD_LLAMA | {"global_batch_size": 18, "zero": 3}),
-    ],
-)
-def test_equals_one_device(mesh: str, values: dict[str, Any]) -> None:
+CASES = [
+    ("tp=2x2", {"dropout": 0.1, "micro_batch_size": 1}),
+    ("tp=2x2", {"seq_len": 3, "vocab_size": 63, "tied_embeddings": False}),
+    ("tp=2x2", LLAMA | {"seq_len": 1, "attention_dropout": 0.2}),
+    ("tp=3x3", ODD | {"dropout": 0.1}),
+    ("tp=3x3", ODD_LLAMA),
+    ("tp=2x2,dp=2", {"dropout": 0.1, "micro_batch_size": 1}),
+    ("tp=2x2,dp=2", LLAMA | {"zero": 0, "optimizer": "sgd"}),
+    ("tp=2x2,dp=3", {"ffn_width": 14, "global_batch_size": 12, "vocab_size": 5}),
+    ("tp=2x2,dp=2", {"zero": 1, "micro_batch_size": 1}),
+    ("tp=2x2,dp=2", LLAMA | {"zero": 2, "micro_batch_size": 1}),
+    ("tp=2x2,dp=2", {"zero": 3, "micro_batch_size": 1, "defer_reduce": True}),
+    ("tp=2x2,dp_replicate=2", {}),
+    ("tp=2x2,dp_replicate=2", LLAMA | {"zero": 0}),
+    ("tp=2x2,dp_replicate=2,dp_shard=2", {}),
+    ("tp=2x2,dp_replicate=2,dp_shard=2", {"zero": 0}),
+    ("tp=2x2,pp=2", {"dropout": 0.1}),
+    ("tp=2x2,pp=2", LLAMA | {"schedule": "gpipe"}),
+    ("tp=2x2,pp=2,dp=2", {"dropout": 0.1}),
+    ("tp=2x2,pp=2,dp=2", {"zero": 0, "vocab_size": 62}),
+    ("tp=3x3,dp=2", ODD_LLAMA | {"global_batch_size": 18, "zero": 3}),
+]
+NAMED = {f"{index} {mesh}": (mesh, values) for index, (mesh, values) in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("case", covering_cases(NAMED))
+def test_equals_one_device(case: str) -> None:
+    mesh, values = NAMED[case]
     report = parity(small_config(mesh, steps=2, **values))
     assert report.passed, report
 

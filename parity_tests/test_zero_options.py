@@ -139,6 +139,7 @@ def test_equals_one_device(mesh: str, reshard: bool, family: dict[str, object]) 
     assert report.passed, report
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("depth", [0, 2, 9])
 @pytest.mark.parametrize("mesh", ["1x1x2", "2x1x2", "1x2x2"])
 def test_any_depth_equals_one_device(mesh: str, depth: int) -> None:

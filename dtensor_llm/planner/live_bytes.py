@@ -8,14 +8,13 @@ roles whenever these are known, since the mode keeps the history.
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dtensor_llm.planner.memory import BUFFERS, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
 from dtensor_llm.train import Trainer
@@ -78,12 +77,14 @@ class LiveBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         self._bury()
         result = func(*args, **kwargs)
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, Tensor) and not leaf.is_meta:
-                self._number(plain(leaf))
-        names = (argument.name for argument in func._schema.arguments)
-        for watch in self.watches:
-            watch(func._schema.name, dict(zip(names, args, strict=False)) | kwargs)
+        for tensor in tensors_in((args, tuple(kwargs.values()), result)):
+            if not tensor.is_meta:
+                self._number(plain(tensor))
+        if self.watches:
+            names = (argument.name for argument in func._schema.arguments)
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            for watch in self.watches:
+                watch(func._schema.name, arguments)
         return result
 
     def _number(self, tensor: Tensor) -> int:
@@ -120,6 +121,15 @@ class LiveBytes(TorchDispatchMode):
             self._sizes[number] = size
         else:
             self._sizes.pop(number, None)
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Of an operator's arguments or results, which nest lists and tuples alone."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_in(value)
 
 
 def plain(tensor: Tensor) -> Tensor:
