@@ -5,12 +5,13 @@ The library does not import its oracle: whoever checks passes `reference.trainin
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from dtensor_llm.config import Config
 from dtensor_llm.data import Batch
 from dtensor_llm.parity.run import Run
-from dtensor_llm.parity.verdict import Expectation, compare_runs, judged_errors
+from dtensor_llm.parity.verdict import Comparison, Expectation, compare_runs, judged_errors
 
 NUM_SEEDS = 16  # that the errors of one device are taken over
 
@@ -68,9 +69,8 @@ def expect(
     dtype = config.train.dtype
     if dtype == "float64":
         reverse = reference_arguments(config, batches, steps=steps, reverse=True)
-        return Expectation(
-            reference, control=lambda: compare_runs(train_reference(**reverse), reference)
-        )
+        control = partial(distance_between, train_reference, reverse, reference)
+        return Expectation(reference, control=control)
     yardstick: dict[str, float] = {}
     for number in range(NUM_SEEDS):
         on_progress(f"one device in {dtype}: seed {number + 1} of {NUM_SEEDS}")
@@ -80,6 +80,13 @@ def expect(
         errors = judged_errors(compare_runs(run, exact))
         yardstick = {name: max(error, yardstick.get(name, 0.0)) for name, error in errors.items()}
     return Expectation(reference, yardstick=yardstick)
+
+
+def distance_between(
+    train_reference: TrainReference, arguments: dict[str, Any], reference: Run
+) -> Comparison:
+    """How far another training by the reference is from it; ranks send each other this function."""
+    return compare_runs(train_reference(**arguments), reference)
 
 
 def with_seed(config: Config, seed: int) -> Config:
