@@ -12,7 +12,6 @@ import torch
 
 from dtensor_llm.data import Dataset
 from dtensor_llm.worlds import processes
-from dtensor_llm.worlds.processes_rank import num_cores
 from parity_tests.corpora import load, write_ids
 from parity_tests.covering import mark_what_is_left_out
 from parity_tests.harness import ROOT, Finished, Script
@@ -36,12 +35,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         only = metafunc.config.getoption("--draw")
         draws = range(metafunc.config.getoption("--fuzz")) if only is None else [only]
         metafunc.parametrize("draw", draws, ids=lambda index: f"draw{index}")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than the cores: a test that has started processes waits for them to come and go."""
-    return num_cores() + 1
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks

@@ -14,7 +14,6 @@ By what the difference is judged:
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -75,9 +74,11 @@ def compare_records(
     asked = compared(record)
     if reference is not None:
         return judge(asked, Expectation(expected, yardstick=judged_errors(judging(other))))
-    moved = None if control is None else partial(judging, control)
     fixed = bound or bound_of(record, other)
-    return judge(asked, Expectation(expected, control=moved, bound=fixed))
+    if control is None:
+        return judge(asked, Expectation(expected, bound=fixed))
+    moved = judging(control)  # refused where it lacks something, however near the two are
+    return judge(asked, Expectation(expected, control=lambda: moved, bound=fixed))
 
 
 def check_reference(reference: Record, other: Record) -> None:
