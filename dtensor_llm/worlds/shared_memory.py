@@ -6,8 +6,8 @@ of four numbers says where; who gets it copies or adds it from there.
 
 A block may be written to again once all who were told of it have read it. Nobody reports that by
 itself: every message carries how many exchanges its sender has ended, which is one exchange late
-and costs nothing. Where no block is free there is a new one; two or three of each kind of exchange
-are in use in a group. What `planner.memory` predicts is without them.
+and costs nothing. Where no block is free there is a new one: a group has a few, for each kind of
+exchange. What `planner.memory` predicts is without them.
 
 Blocks are anonymous files (Linux, memfd_create): other processes of the same user open them through
 /proc, they are not limited by what is mounted at /dev/shm, and nothing is left of them when the
