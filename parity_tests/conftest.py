@@ -4,12 +4,16 @@ import gc
 import runpy
 import shlex
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch import Tensor
 
+from dtensor_llm import initialize, rng
 from dtensor_llm.data import Dataset
 from dtensor_llm.worlds import processes
 from parity_tests.corpora import load, write_ids
@@ -49,6 +53,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     config.hook.pytest_deselected(items=[item for item in items if not is_draw(item)])
     items[:] = filter(is_draw, items)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def initial_numbers_are_drawn_once() -> Iterator[None]:
+    """By each worker: the initial elements of a weight's part are a function of what is asked."""
+    drawn: dict[tuple[Any, ...], Tensor] = {}
+
+    def normal(key: rng.Key, global_shape: Sequence[int], **part: Any) -> Tensor:
+        asked = (key, global_shape, *part.items())
+        if asked not in drawn:
+            drawn[asked] = rng.normal(key, global_shape, **part)
+        return drawn[asked].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initialize, "rng", SimpleNamespace(key=rng.key, normal=normal))
+        yield
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""Every mesh with every pair of options, against one device.
+"""Every mesh, and every pair of options, against one device.
 
-The options of a run are drawn as a covering array: each pair of values of two options meets
-in some run, and each factoring of 1, 2, 4 and 8 ranks is a mesh of one run at least. `-m full`
-runs the whole product instead.
+The options of a run are drawn as a covering array: each pair of values of two options meets in some
+run, each value with each set of axes, and each factoring of 1, 2, 4 and 8 ranks is a mesh of one
+run at least. `-m full` runs the whole product instead.
 
 The fuzz draws all options there are at random, 60 times by default; `--fuzz N --seed S` takes
 other draws, and `--draw I` repeats one of them.
@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
-from itertools import combinations, product
+from itertools import combinations, cycle, product
 from typing import Any
 
 import pytest
@@ -47,8 +47,12 @@ MESHES = [
     for pp in (1, 2, 4, 8)
     if ranks % (tp * pp) == 0
 ]
+MESHES_OF: dict[str, list[str]] = {}  # by the axes of more than one rank
+for mesh in MESHES:
+    sizes = zip(("tp", "pp", "dp"), mesh.split("x"), strict=True)
+    MESHES_OF.setdefault("-".join(axis for axis, size in sizes if size != "1"), []).append(mesh)
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "mesh": tuple(MESHES),
+    "axes": tuple(MESHES_OF),
     "family": ("gpt2", "llama"),
     "dropout": (0.0, 0.1),
     "mask": ("even", "uneven"),
@@ -85,10 +89,14 @@ def covering_array(options: dict[str, tuple[Any, ...]]) -> list[Case]:
     return cases
 
 
+def on_meshes(cases: list[Case]) -> list[Case]:
+    """A mesh for the axes of each: those that have the same axes take turns."""
+    turns = {axes: cycle(meshes) for axes, meshes in MESHES_OF.items()}
+    return [{"mesh": next(turns[case["axes"]])} | case for case in cases]
+
+
 def pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    order = {name: index for index, name in enumerate(OPTIONS)}
-    items = sorted(case.items(), key=lambda item: order[item[0]])
-    return set(combinations(items, 2))
+    return set(combinations([(name, case[name]) for name in OPTIONS if name in case], 2))
 
 
 def configuration(case: Case) -> Config:
@@ -130,10 +138,11 @@ def name_of(case: Case) -> str:
     return "-".join(
         str(value) if isinstance(value, str) else f"{option}={value}"
         for option, value in case.items()
+        if option != "axes"
     )
 
 
-CASES = covering_array(OPTIONS)
+CASES = on_meshes(covering_array(OPTIONS))
 # As processes: every axis alone, in pairs, and all three, with what else those runs have.
 PROCESS_MESHES = ("2x1x1", "1x2x1", "1x1x2", "2x2x1", "2x1x2", "2x2x2")
 PROCESS_CASES = [
@@ -146,6 +155,7 @@ def test_every_pair_of_option_values_meets() -> None:
     for a, b in combinations(OPTIONS, 2):
         for x, y in product(OPTIONS[a], OPTIONS[b]):
             assert ((a, x), (b, y)) in met
+    assert {case["mesh"] for case in CASES} == set(MESHES)
     assert len(MESHES) == 1 + 3 + 6 + 10
 
 
@@ -179,9 +189,12 @@ def test_case_equals_one_device_under_torchrun() -> None:
     assert "equal" in done.stdout
 
 
+PRODUCT = {"mesh": MESHES, **{name: OPTIONS[name] for name in OPTIONS if name != "axes"}}
+
+
 @pytest.mark.full
 def test_whole_product(values: tuple[Any, ...]) -> None:
-    case = dict(zip(OPTIONS, values, strict=True))
+    case = dict(zip(PRODUCT, values, strict=True))
     report = parity(configuration(case), case["mask"])
     assert report.passed, report
 
@@ -190,7 +203,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The product has 46 000 cases, which take long to collect: only where they are asked for."""
     if "values" in metafunc.fixturenames:
         is_asked = "full" in metafunc.config.getoption("-m").replace("not full", "")
-        products = list(product(*OPTIONS.values())) if is_asked else []
+        products = list(product(*PRODUCT.values())) if is_asked else []
         metafunc.parametrize("values", products, ids=lambda values: "-".join(map(str, values)))
 
 

@@ -22,6 +22,7 @@ planted = partial(fault, "optimizer", "offload")
     sabotaged="*norm.* or *.bias",
     symptom="Norms and biases never move on the device; their moments on the host look alive.",
     offload="optimizer",
+    steps=3,
 )
 def one_group_stays_on_the_host() -> Iterator[None]:
     """The new weights of the group without weight decay are not copied back."""

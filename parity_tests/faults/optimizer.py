@@ -145,7 +145,7 @@ def optimizer_steps_on_copies() -> Iterator[None]:
     "optimizer",
     "1x1x1",
     "gradient norm",
-    "step 3",
+    "step 2",
     sabotaged="gradient",
     symptom="The norm grows from step to step; a running sum of all batches is followed.",
 )
