@@ -287,9 +287,10 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def empty_like(x: Tensor, device: torch.device) -> Tensor:
+    # Of the shape: from meta to another device torch's own empty_like takes a Python detour.
+    local = torch.empty(local_tensor(x).shape, dtype=x.dtype, device=device)
     if not isinstance(x, DTensor):
-        return torch.empty_like(x, device=device)
-    local = torch.empty_like(x.to_local(), device=device)
+        return local
     return DTensor.from_local(
         local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
     )

@@ -117,7 +117,6 @@ def configuration(case: Case) -> Config:
         "fused_qkv": case["fused_qkv"],
         "parallel_block": case["parallel_block"],
         "global_batch_size": 32,
-        "steps": 2,
         "micro_batch_size": 32 // sizes.dp // case["microbatches"],
         "schedule": "gpipe" if case["microbatches"] < sizes.pp else "1f1b",
         # AdamW multiplies the rounding of a gradient of 1e-9 by lr / eps: one device breaks 1e-12.

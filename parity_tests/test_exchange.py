@@ -1,5 +1,6 @@
 """Exchanges between processes: what they compute, and what is seen of them."""
 
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -35,70 +36,72 @@ def travel_as(kind: str) -> None:
         exchange.LEAST_SHARED = 1
 
 
-def own_part(
-    kind: str, dim: int, strided: bool, world: World
-) -> tuple[torch.Tensor, list[Communication]]:
-    """What a rank gets, and what an observer sees."""
+Received = dict[tuple[int, bool], tuple[torch.Tensor, list[Communication]]]
+"""By the dim that is shared out, and whether the input is strided: what a rank gets, what is seen
+of it."""
+
+
+def inputs(rank: int) -> Iterator[tuple[int, bool, torch.Tensor]]:
+    """(dim, whether it is strided, the rank's tensor)"""
+    for dim in range(len(SHAPE)):
+        yield dim, False, tensor_of(rank)
+        yield dim, True, tensor_of(rank).mT.contiguous().mT
+
+
+def scattered_sums(kind: str, world: World) -> Received:
     travel_as(kind)
-    x = tensor_of(world.rank)
-    if strided:
-        x = x.mT.contiguous().mT
-    group, seen = dist.group.WORLD, list[Communication]()
+    group, found = dist.group.WORLD, Received()
     assert group is not None
-    with observed_by(seen.append):
-        part = reduce_scatter(x, dim, group)
-        into = torch.empty_like(part)
-        assert reduce_scatter(x, dim, group, out=into) is into
-    assert torch.equal(part, into)
-    assert torch.equal(x, tensor_of(world.rank)), "the input stays"
-    return part, seen
+    for dim, strided, x in inputs(world.rank):
+        if SHAPE[dim] % world.size == 0:
+            seen = list[Communication]()
+            with observed_by(seen.append):
+                part = reduce_scatter(x, dim, group)
+                into = torch.empty_like(part)
+                assert reduce_scatter(x, dim, group, out=into) is into
+            assert torch.equal(part, into)
+            assert torch.equal(x, tensor_of(world.rank)), "the input stays"
+            found[dim, strided] = part, seen
+    return found
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("strided", [False, True])
-def test_each_rank_gets_its_part_of_the_sum(kind: str, size: int, strided: bool) -> None:
-    for dim in (0, 1, 2) if SHAPE[2] % size == 0 else (0, 1):
-        total = tensor_of(0)
-        for rank in range(1, size):
-            total += tensor_of(rank)
-        results = KINDS[kind](size, partial(own_part, kind, dim, strided), timeout=SECONDS)
-        for (part, seen), expected in zip(results, total.chunk(size, dim), strict=True):
-            assert torch.equal(part, expected), "added in the order of the ranks"
-            payload = total.nbytes
-            assert seen == [Communication("reduce-scatter", tuple(range(size)), payload)] * 2
+def test_each_rank_gets_its_part_of_the_sum(kind: str, size: int) -> None:
+    total = sum((tensor_of(rank) for rank in range(1, size)), tensor_of(0))
+    seen = [Communication("reduce-scatter", tuple(range(size)), total.nbytes)] * 2
+    ranks = KINDS[kind](size, partial(scattered_sums, kind), timeout=SECONDS)
+    for rank, found in enumerate(ranks):
+        assert len(found) == 2 * sum(length % size == 0 for length in SHAPE)
+        for (dim, _), received in found.items():
+            expected = total.chunk(size, dim)[rank]
+            assert torch.equal(received[0], expected), "added in the order of the ranks"
+            assert received[1] == seen
 
 
-def gathered(
-    kind: str, dim: int, strided: bool, world: World
-) -> tuple[torch.Tensor, list[Communication]]:
-    """What a rank has of all ranks' parts, and what an observer sees."""
+def gathered(kind: str, world: World) -> Received:
     travel_as(kind)
-    x = tensor_of(world.rank)
-    if strided:
-        x = x.mT.contiguous().mT
-    group, seen = dist.group.WORLD, list[Communication]()
+    group, found = dist.group.WORLD, Received()
     assert group is not None
-    with observed_by(seen.append):
-        whole = all_gather(x, dim, group)
-    assert torch.equal(x, tensor_of(world.rank)), "the input stays"
-    assert whole.is_contiguous()
-    return whole, seen
+    for dim, strided, x in inputs(world.rank):
+        seen = list[Communication]()
+        with observed_by(seen.append):
+            whole = all_gather(x, dim, group)
+        assert torch.equal(x, tensor_of(world.rank)), "the input stays"
+        assert whole.is_contiguous()
+        found[dim, strided] = whole, seen
+    return found
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("strided", [False, True])
-def test_each_rank_gets_all_parts_in_order(kind: str, size: int, strided: bool) -> None:
-    for dim in (0, 1, 2):
-        expected = torch.cat([tensor_of(rank) for rank in range(size)], dim)
-        seen = [Communication("all-gather", tuple(range(size)), expected.nbytes)]
-        main = partial(gathered, kind, dim, strided)
-        for result in KINDS[kind](size, main, timeout=SECONDS):
-            assert torch.equal(result[0], expected)
-            assert result[1] == seen
+def test_each_rank_gets_all_parts_in_order(kind: str, size: int) -> None:
+    parts = [tensor_of(rank) for rank in range(size)]
+    for found in KINDS[kind](size, partial(gathered, kind), timeout=SECONDS):
+        assert len(found) == 2 * len(SHAPE)
+        for (dim, _), (whole, seen) in found.items():
+            assert torch.equal(whole, torch.cat(parts, dim))
+            assert seen == [Communication("all-gather", tuple(range(size)), whole.nbytes)]
 
 
 def begun_then_computed(kind: str, world: World) -> list[torch.Tensor]:

@@ -156,7 +156,7 @@ def test_squares_of_all_ranks_add_up_to_those_of_whole_tensors() -> None:
 
 
 def test_the_real_reference_is_what_expect_trains() -> None:
-    config = small_config(steps=2)
+    config = small_config()
     batches = [batches_for(config).batch(step) for step in range(2)]
     expected = expect(config, batches, train_reference)
     assert judge(compare_runs(reference_for(config), expected.reference), expected).passed

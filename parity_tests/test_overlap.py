@@ -75,7 +75,7 @@ def overlapped(mesh: str, **options: Any) -> Config:
 def test_equals_one_device(case: str) -> None:
     mesh, options = CASES[case]
     sizes = ODD if mesh.startswith("3") else {}
-    report = parity(overlapped(mesh, dropout=0.1, steps=2, **sizes | options))
+    report = parity(overlapped(mesh, dropout=0.1, **sizes | options))
     assert report.passed, report
 
 

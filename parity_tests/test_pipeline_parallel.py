@@ -130,7 +130,7 @@ def test_any_cut_equals_its_reference(schedule: str, split: tuple[int, ...]) -> 
 def test_any_cut_equals_one_device(
     mesh: str, options: dict[str, object], family: dict[str, object]
 ) -> None:
-    report = parity(small_config(mesh, layers=5, steps=2, **family | options))
+    report = parity(small_config(mesh, layers=5, **family | options))
     assert report.passed, report
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import pytest
@@ -52,7 +51,6 @@ class Held:
     moments: int
 
 
-@cache
 def held_in_training(config: Config) -> list[Held]:
     """By rank, after a step in the threads world."""
 
@@ -93,7 +91,8 @@ def look(weight: torch.Tensor) -> tuple[Any, ...]:
 @pytest.mark.parametrize("case", CASES)
 def test_plan_of_each_rank_is_what_it_holds(case: str) -> None:
     config = CASES[case]
-    for rank, held in enumerate(held_in_training(config)):
+    ranks = held_in_training(config)
+    for rank, held in enumerate(ranks):
         plan = plan_rank(config, rank)
         assert list(plan.coordinates.values()) == held.coordinates
         assert [p.name for p in plan.parameters] == list(held.parameters)
@@ -106,6 +105,7 @@ def test_plan_of_each_rank_is_what_it_holds(case: str) -> None:
         assert plan.weight_bytes == held.weights
         assert plan.gradient_bytes == held.gradients
         assert plan.optimizer_bytes == held.moments
+    hold_stages_to(config, ranks)
 
 
 def short(placement: str) -> str:
@@ -113,10 +113,8 @@ def short(placement: str) -> str:
     return placement.replace("Shard", "S").replace("Replicate", "R").rstrip(")")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_smallest_and_largest_are_those_of_real_ranks(case: str) -> None:
-    config = CASES[case]
-    ranks = held_in_training(config)
+def hold_stages_to(config: Config, ranks: list[Held]) -> None:
+    """Smallest and largest parts of each stage are those of its ranks."""
     for plan in plan_stages(config):
         peers = [held for held in ranks if held.coordinates[0] == plan.pp]
         assert plan.weight_bytes == max(held.weights for held in peers), "the first holds most"
