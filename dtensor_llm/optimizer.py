@@ -164,11 +164,13 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     return torch.stack(norms).double().square().sum()
 
 
-def clip_gradients(shards: list[nn.Parameter], largest_norm: float, norm: Tensor) -> None:
+def clip_gradients(shards: list[nn.Parameter], largest_norm: float, norm: float) -> None:
     """Scale the gradients so that `norm`, that of the whole model, is at most `largest_norm`.
 
-    A `largest_norm` of 0 clips nothing. Paper: Pascanu et al., arXiv 1211.5063, algorithm 1; torch
-    adds 1e-6 to the norm it divides by.
+    A `largest_norm` of 0 clips nothing. Gradients that are small enough are left alone: torch reads
+    and writes them all, to multiply by one. Paper: Pascanu et al., arXiv 1211.5063, algorithm 1;
+    torch adds 1e-6 to the norm it divides by.
     """
-    if largest_norm > 0.0:
-        torch.nn.utils.clip_grads_with_norm_(shards, largest_norm, norm)
+    if 0.0 < largest_norm < norm + 1e-6:
+        total = torch.tensor(norm, dtype=torch.float64)
+        torch.nn.utils.clip_grads_with_norm_(shards, largest_norm, total)

@@ -118,9 +118,8 @@ class Trainer:
         """Clip and step; a global batch without a valid token changes nothing."""
         if result.num_tokens == 0:
             return
-        norm = torch.tensor(result.gradient_norm, dtype=torch.float64, device=self.world.device)
         shards = list(self.optimizer.shards.values())
-        clip_gradients(shards, self.config.train.clip_grad, norm)
+        clip_gradients(shards, self.config.train.clip_grad, result.gradient_norm)
         self.optimizer.step(result.learning_rate)
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:

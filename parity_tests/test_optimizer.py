@@ -166,8 +166,7 @@ def test_clipping(largest: float, factor: float) -> None:
     """Down to the largest norm, never up; zero switches it off."""
     shards = [nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2)]
     shards[0].grad = torch.tensor([3.0, 0.0], dtype=torch.float64)
-    norm = torch.tensor(5.0, dtype=torch.float64)  # of the whole model: the 4 is on another rank
-    clip_gradients(shards, largest, norm)
+    clip_gradients(shards, largest, norm=5.0)  # of the whole model: the 4 is on another rank
     assert shards[0].grad.tolist() == [pytest.approx(3.0 * factor, rel=1e-15), 0.0]
     assert shards[1].grad is None
 

@@ -87,9 +87,7 @@ def test_equals_one_device_with_zero_and_tp(name: str, zero: int, mesh: str) -> 
     ids=lambda values: "-".join(map(str, values.values()))[:60],
 )
 def test_equals_one_device_with_other_options(values: dict[str, Any]) -> None:
-    report = parity(
-        small_config("1x2x2", **{"layers": 5, "global_batch_size": 16, **values})
-    )
+    report = parity(small_config("1x2x2", **{"layers": 5, "global_batch_size": 16, **values}))
     assert report.passed, report
 
 

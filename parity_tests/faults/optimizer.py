@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from dtensor_llm import optimizer, train
 from dtensor_llm.config import TrainConfig
@@ -89,9 +89,9 @@ def each_rank_clips_by_its_own_norm() -> Iterator[None]:
     """Clipping takes the norm of the rank's own shards."""
     clip = train.clip_gradients
 
-    def wrong(shards: list[nn.Parameter], largest_norm: float, _: Tensor) -> None:
+    def wrong(shards: list[nn.Parameter], largest_norm: float, _: float) -> None:
         own = optimizer.sum_of_squares([shard.grad for shard in shards if shard.grad is not None])
-        clip(shards, largest_norm, own.sqrt())
+        clip(shards, largest_norm, own.sqrt().item())
 
     with patch.object(train, "clip_gradients", wrong):
         yield
@@ -120,7 +120,7 @@ def gradients_never_clipped() -> Iterator[None]:
 def elements_clipped_one_by_one() -> Iterator[None]:
     """Clipping by value where clipping by norm is meant."""
 
-    def wrong(shards: list[nn.Parameter], largest_norm: float, _: Tensor) -> None:
+    def wrong(shards: list[nn.Parameter], largest_norm: float, _: float) -> None:
         nn.utils.clip_grad_value_(shards, largest_norm / 100)
 
     with patch.object(train, "clip_gradients", wrong):
