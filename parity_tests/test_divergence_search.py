@@ -88,7 +88,7 @@ def test_reference_is_seen_under_the_names_of_the_model(options: dict[str, Any])
 
 def test_watching_changes_nothing() -> None:
     config = small_config(dropout=0.1)
-    arguments = reference_arguments(config, [batches_for(config).batch(s) for s in range(3)])
+    arguments = reference_arguments(config, [batches_for(config).batch(s) for s in range(2)])
     watched = train_reference(**arguments, watch={1: watch_reference(Observation())})
     plain = reference_for(config)
     assert watched.losses == plain.losses

@@ -59,7 +59,7 @@ def test_equals_one_device(mesh: str, layers: int, name: str, tied: bool) -> Non
     assert report.passed, report
 
 
-@pytest.mark.parametrize(("name", "zero", "mesh"), with_zero())
+@pytest.mark.parametrize(("name", "zero", "mesh"), list(with_zero()))
 def test_equals_one_device_with_zero_and_tp(name: str, zero: int, mesh: str) -> None:
     values = {"zero": zero, "layers": 5, "dropout": 0.1, "micro_batch_size": 1}
     report = parity(small_config(mesh, schedule=name, **values))

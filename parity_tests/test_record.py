@@ -319,7 +319,7 @@ def test_record_of_a_mesh_equals_the_reference(
     size = config.parallel.mesh.num_ranks
     threads.run(size, lambda world: record_in(world, folder, mesh, 1, options), timeout=SECONDS)
     record, reference = Record(folder), reference_for(config)
-    assert list(record.tensors_at) == [0, 1, 2]
+    assert list(record.tensors_at) == [0, 1]
     for number, made in reference.tensors_at.items():
         own = record.tensors_at[number]
         assert own.keys() == made.keys() == record.norms_at[number].keys()
@@ -337,7 +337,7 @@ def test_record_of_a_mesh_equals_the_reference(
 
 
 def record_two_ranks(world: World, folder: str) -> None:
-    record_in(world, folder, "2x1x1", 2, {})
+    record_in(world, folder, "2x1x1", 2, {"steps": 3})
 
 
 def test_record_of_processes_equals_that_of_threads(tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_optimizer_has_no_state_until_it_has_stepped(tmp_path: Path) -> None:
             watched_step(trainer, number, batch, [recording])
 
     threads.run(1, main, timeout=SECONDS)
-    first, second, _ = Record(folder).tensors_at.values()
+    first, second = Record(folder).tensors_at.values()
     assert set(first) == {"gradient", "weight"}
     assert set(second) == {"gradient", "weight", "exp_avg", "exp_avg_sq"}
 

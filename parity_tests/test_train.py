@@ -117,9 +117,9 @@ def test_evaluation_does_not_change_training(mesh: str, corpus: data.Dataset) ->
             trainer = Trainer(config, world)
             seen = Seen()
             train(trainer, corpus, [seen])
-            assert seen.evaluated == ([0, 1, 2, 3] if config.train.eval_every else [])
+            assert seen.evaluated == ([0, 1, 2] if config.train.eval_every else [])
             assert seen.num_tokens <= {10 * config.model.seq_len}
-            assert [result.step for result in seen.results] == [0, 1, 2]
+            assert [result.step for result in seen.results] == [0, 1]
             return seen.results, {
                 n: shard.detach() for n, shard in trainer.optimizer.shards.items()
             }
