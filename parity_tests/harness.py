@@ -1,13 +1,18 @@
 """Trains a small configuration on a mesh and compares it with the reference: what most tests do."""
 
 import dataclasses
+import importlib
+import os
+import shlex
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from dtensor_llm.config import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
@@ -16,6 +21,7 @@ from dtensor_llm.mesh import parse_mesh
 from dtensor_llm.parity import Expectation, ParityCheck, Report, Run, reference_arguments
 from dtensor_llm.train import Trainer, watched_step
 from dtensor_llm.worlds import World, processes, threads
+from parity_tests.warm_python import warm_python
 from reference.model import Dropout, Model, ModelOptions, initial_weights
 from reference.training import Gradients, gradient_norm, options_from
 from reference.training import Run as ReferenceRun
@@ -163,8 +169,11 @@ def parity_with(config: Config, reference: Run, mask: str = "uneven") -> Report:
 
 
 def torchrun(num_processes: int, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a script, or -m and a module, under torchrun."""
-    return run_script(*processes.torchrun(num_processes), *command)
+    """Run a script, or -m and a module, under torchrun; no process imports torch anew."""
+    python, *launcher = processes.torchrun(num_processes)
+    assert python == sys.executable
+    warm = warm_python()
+    return run_script(warm, *launcher, *command, environment={"PYTHON_EXEC": warm})
 
 
 @dataclass(frozen=True)
@@ -180,6 +189,24 @@ Script = Callable[[str, str], Finished]
 """The fixture `script` of conftest.py: (name in scripts/, its command line) -> what it left."""
 
 
-def run_script(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in the repository's root."""
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS * 2)
+def run_imported(
+    name: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Finished:
+    """Run a script in this process, as a module: worlds that it spawns find its functions there."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *shlex.split(line)])
+    return Finished(importlib.import_module(name).main(), *capsys.readouterr())
+
+
+def run_script(
+    *command: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in the repository's root, `environment` being added to that of the tests."""
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS * 2,
+        env={**os.environ, **(environment or {})},
+    )

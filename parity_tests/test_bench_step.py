@@ -1,20 +1,20 @@
 """scripts/bench_step.py: what it is asked for that it does not do, and how sure its ratios are."""
 
+import os
 import sys
 
 import pytest
 
-from parity_tests.harness import ROOT, run_script
+from parity_tests.harness import ROOT, Script
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from benchmark.report import left_out, ratio
 
 
-def test_a_profile_is_of_one_step_alone() -> None:
-    done = run_script(
-        sys.executable, "scripts/bench_step.py", "--profile", "one", "--only", "dp", "--steps", "1"
-    )
+def test_a_profile_is_of_one_step_alone(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "execv")  # else a script that does not refuse would replace the tests
+    done = script("bench_step.py", "--profile one --only dp --steps 1")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--only: --profile one times no other; leave one of them out" in done.stderr
 

@@ -1,7 +1,7 @@
 """scripts/check_parity.py and scripts/compare_runs.py from command line to exit status."""
 
+import os
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,15 @@ from dtensor_llm.parity import meshes
 from dtensor_llm.parity.meshes import Checked, factorings, summary, table
 from dtensor_llm.parity.report import Report, Row
 from dtensor_llm.train import StepResult, Trainer
+from dtensor_llm.worlds import processes
 from parity_tests.faults import FAULTS
-from parity_tests.harness import Script, run_script
+from parity_tests.harness import Script, torchrun
 
 SMALL = "--layers 2 --width 32 --seq-len 8 --data LICENSE"  # a text that stays as it is
 
 
 def test_every_factoring_is_a_row(script: Script) -> None:
-    done = script("check_parity.py", f"--ranks 4 {SMALL} --layers 4 --heads 2 --steps 2")
+    done = script("check_parity.py", f"--ranks 4 {SMALL} --layers 4 --heads 2 --steps 1")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {line.split()[0]: line for line in done.stdout.splitlines()[3:9]}
     assert list(rows) == ["4x1x1", "2x2x1", "2x1x2", "1x4x1", "1x2x2", "1x1x4"]
@@ -43,7 +44,7 @@ def test_factorings() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_lower_precision_is_measured_by_one_device(script: Script, dtype: str) -> None:
-    line = f"--mesh 2x1x2 {SMALL} --dtype {dtype} --global-batch-size 16"
+    line = f"--mesh 2x1x2 {SMALL} --layers 1 --dtype {dtype} --global-batch-size 16 --steps 2"
     done = script("check_parity.py", line)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "as multiples of one device's; 2 is the bound" in done.stdout
@@ -119,9 +120,24 @@ def test_search_can_be_asked_for(script: Script) -> None:
     assert "1x1x2: in float64 no number of any step is off by 1e-09" in done.stdout
 
 
-def test_processes_are_started_for_it() -> None:
-    flags = shlex.split(f"--mesh 2x1x1 --world processes {SMALL} --steps 2 --find")
-    done = run_script(sys.executable, "scripts/check_parity.py", *flags)
+def test_processes_are_started_for_it(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torchrun, in place of this process, with the same command line."""
+
+    class Replaced(Exception):
+        pass
+
+    def replace(path: str, command: list[str]) -> None:
+        assert path == sys.executable
+        raise Replaced(command)
+
+    line = f"--mesh 2x1x1 --world processes {SMALL} --steps 2 --find"
+    monkeypatch.setattr(os, "execv", replace)
+    with pytest.raises(Replaced) as replaced:
+        script("check_parity.py", line)
+    (command,) = replaced.value.args
+    launcher = processes.torchrun(2)
+    assert command[: len(launcher)] == launcher
+    done = torchrun(2, *command[len(launcher) :])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal to one device: 1 of 1 meshes" in done.stdout
 

@@ -9,7 +9,7 @@ import pytest
 
 from parity_tests.faults import FAULTS, KINDS, Fault
 from parity_tests.faults.checks import numbered_dataset
-from parity_tests.harness import ROOT, SECONDS, small_config
+from parity_tests.harness import ROOT, SECONDS, Script, small_config
 
 STRATEGIES = [path.stem for path in (ROOT / "dtensor_llm" / "parallel").glob("[a-z]*.py")]
 
@@ -72,20 +72,12 @@ def test_the_page_on_planted_bugs_counts_them() -> None:
 FEW = ("tied_gradients_averaged", "gelu_of_the_other_kind", "epoch_order_repeated")
 
 
-def plant_faults(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the script from a folder that is not the repository's."""
-    command = [sys.executable, str(ROOT / "scripts" / "plant_faults.py"), *arguments]
-    return subprocess.run(
-        command, cwd=ROOT.parent, capture_output=True, text=True, timeout=SECONDS * 2
-    )
-
-
 def lines_with(text: str, words: Sequence[str]) -> list[str]:
     return [line for line in text.splitlines() if any(word in line for word in words)]
 
 
-def test_script_prints_the_gallery() -> None:
-    done = plant_faults("--only", *FEW)
+def test_script_prints_the_gallery(script: Script) -> None:
+    done = script("plant_faults.py", f"--only {' '.join(FEW)}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(lines_with(done.stdout, FEW)) == 3
     tied, gelu, order = (lines_with(done.stdout, [name])[0] for name in FEW)
@@ -96,8 +88,8 @@ def test_script_prints_the_gallery() -> None:
     assert done.stderr == ""
 
 
-def test_script_fails_where_a_fault_is_not_caught() -> None:
-    done = plant_faults("--only", *FEW, "--disable", FEW[0], "--markdown")
+def test_script_fails_where_a_fault_is_not_caught(script: Script) -> None:
+    done = script("plant_faults.py", f"--only {' '.join(FEW)} --disable {FEW[0]} --markdown")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "NOT CAUGHT" in lines_with(done.stdout, FEW[:1])[0]
     assert all("NOT CAUGHT" not in line for line in lines_with(done.stdout, FEW[1:]))
@@ -106,7 +98,10 @@ def test_script_fails_where_a_fault_is_not_caught() -> None:
 
 
 def test_script_refuses_a_name_that_is_not_there() -> None:
-    done = plant_faults("--only", *FEW, "--disable", "tied_gradient_averaged")
+    """In a process of its own, from a folder that is not the repository's."""
+    names = ["--only", *FEW, "--disable", "tied_gradient_averaged"]
+    command = [sys.executable, str(ROOT / "scripts" / "plant_faults.py"), *names]
+    done = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 2
     assert done.stdout == ""
     wanted = "no fault is called tied_gradient_averaged; did you mean tied_gradients_averaged?\n"

@@ -13,6 +13,7 @@ from dtensor_llm.mesh import parse_mesh
 from dtensor_llm.model import GPT
 from dtensor_llm.parallel import zero
 from dtensor_llm.plan import local_tensor
+from dtensor_llm.planner import placements
 from dtensor_llm.planner.placement_table import group, one_by_one
 from dtensor_llm.planner.placements import RankPlan, extremes, num_elements, plan_rank, plan_stages
 from dtensor_llm.presets import PRESETS
@@ -196,7 +197,14 @@ def test_no_rank_takes_memory_for_the_largest_model() -> None:
     assert plan.stage_bytes == 4 * (7 * config.model.num_block_parameters + 128257 * 16384)
 
 
-def test_script_shows_every_parameter(script: Script) -> None:
+def test_script_shows_every_parameter(
+    script: Script, gpt3: list[RankPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(config: Config) -> list[RankPlan]:
+        assert (config.model, config.parallel.mesh) == (GPT3.model, GPT3.parallel.mesh)
+        return gpt3
+
+    monkeypatch.setattr(placements, "plan_stages", planned)  # to plan it again takes seconds
     done = script("show_plan.py", "--mesh 8x4x16 --model gpt3-175b")
     assert done.returncode == 0
     rows = [" ".join(line.split()) for line in done.stdout.splitlines()]

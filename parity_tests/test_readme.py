@@ -1,49 +1,51 @@
 """What README.md shows runs as it stands."""
 
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
 
 from parity_tests.faults import FAULTS
-from parity_tests.harness import ROOT, SECONDS
+from parity_tests.harness import ROOT, Script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def python(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder, warnings being errors."""
-    whole = [sys.executable, "-W", "error", *command]
-    return subprocess.run(whole, cwd=folder, capture_output=True, text=True, timeout=2 * SECONDS)
+LOOP = next(block for block in BLOCKS if "RecordWriter" in block)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: str(BLOCKS.index(block)))
-def test_every_example_runs(block: str, tmp_path: Path) -> None:
-    done = python(tmp_path, "-c", block)
-    assert done.returncode == 0, done.stderr
+def run_block(block: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run it in a folder, as a program of its own; warnings are errors, as in every test."""
+    monkeypatch.chdir(folder)
+    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
 
 
-def test_recorded_plain_loop_equals_a_mesh_until_a_learning_rate_differs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block != LOOP])
+def test_every_example_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_block(block, tmp_path, monkeypatch)
+
+
+def test_recorded_plain_loop_equals_a_mesh_until_a_learning_rate_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Script
+) -> None:
     """The loop that README shows, and the command below it; then with another rate in step 2."""
-    loop = next(block for block in BLOCKS if "RecordWriter" in block)
-    command = re.search(r"torchrun (scripts/train_gpt\.py[^`]*?--record) mesh", README)
+    command = re.search(r"torchrun scripts/(train_gpt\.py)([^`]*?--record) mesh", README)
     assert command is not None
-    script, *flags = command[1].replace("\\\n", " ").split()
-    mesh, plain, other = (str(tmp_path / name) for name in ("mesh", "plain", "other"))
+    mesh, plain, other = (tmp_path / name for name in ("mesh", "plain", "other"))
     rates = '    optimizer.param_groups[0]["lr"] = (1e-3, 1.001e-3, 1e-3)[step]\n'
-    changed = loop.replace('"plain"', '"other"')
+    changed = LOOP.replace('"plain"', '"other"')
     changed = changed.replace("    optimizer.step()", f"{rates}    optimizer.step()")
-    for arguments in (["-c", loop], ["-c", changed], [str(ROOT / script), *flags, mesh]):
-        done = python(tmp_path, *arguments)
-        assert done.returncode == 0, done.stderr
-    compare = str(ROOT / "scripts" / "compare_runs.py")
-    done = python(tmp_path, compare, mesh, plain)
+    for block in (LOOP, changed):
+        run_block(block, tmp_path, monkeypatch)
+    flags = command[2].replace("\\\n", " ")
+    done = script(command[1], f"{flags} {shlex.quote(str(mesh))}")
+    assert done.returncode == 0, done.stderr
+    done = script("compare_runs.py", shlex.join([str(mesh), str(plain)]))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith(": equal")
-    done = python(tmp_path, compare, mesh, other)
+    done = script("compare_runs.py", shlex.join([str(mesh), str(other)]))
     assert done.returncode == 1
     assert re.search(r"first difference: weight \(2-norm\), \S+ of step 2:", done.stdout)
 

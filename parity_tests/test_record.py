@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,23 @@ def test_control_is_the_same_training_and_has_all_that_is_judged(tmp_path: Path)
     other = write(tmp_path / "c", step(tensors=tensors()), train={"lr": 2e-3})
     with pytest.raises(Incomparable, match=r"is another training than .*: lr 0\.001 and 0\.002"):
         compare_records(whole, whole, control=other)
+
+
+def test_files_are_read_once_for_differences_and_once_for_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once for each tensor: of B twice, of A once."""
+    both = [write(tmp_path / name, *[step(tensors=tensors())] * 3) for name in "ab"]
+    read: list[Path] = []
+
+    def load(path: Path, **options: Any) -> Any:
+        read.append(path)
+        return loaded(path, **options)
+
+    loaded = torch.load
+    monkeypatch.setattr(torch, "load", load)
+    assert compare_records(*both).passed
+    assert Counter(path.parent.name for path in read) == {"a": 3, "b": 6}
 
 
 # Recording a trainer

@@ -6,8 +6,6 @@ of a send or a receive, sets the clock to when that is.
 """
 
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +23,7 @@ from dtensor_llm.schedules.torch_orders import (
     default_stages_per_rank,
     make_schedule,
 )
-from parity_tests.harness import ROOT, SECONDS, Script
+from parity_tests.harness import Script, run_imported
 
 CLASSES = ONE_STAGE | LOOP | V_SHAPED
 Message = tuple[str, int, int]  # "F" or "B", the stage that receives it, microbatch
@@ -189,11 +187,12 @@ def test_same_times_as_torch(
         assert ends[0] == pytest.approx(ends[1], rel=1e-12)
 
 
-def test_script_times_processes() -> None:
+def test_script_times_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Here it must only run: how close it comes depends on what else the machine does."""
     line = "--schedules 1f1b zbv --stages 2 --microbatches 2 --steps 1 --unit 5 --bound 1e-9"
-    command = [sys.executable, str(ROOT / "scripts" / "time_schedules.py"), *line.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    done = run_imported("time_schedules", line, monkeypatch, capsys)
     assert done.returncode == 1, done.stderr
     cells = [line.split() for line in done.stdout.splitlines()[2:]]
     rows = {name: [float(cell) for cell in rest] for name, *rest in cells}

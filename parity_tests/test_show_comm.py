@@ -40,9 +40,10 @@ def test_a_wrong_form_ends_with_status_1(
     assert done.stdout.count("rank pp=0") == 4
 
 
-def test_processes_show_the_same() -> None:
-    flags = ["--mesh", "2x1x1", *SMALL.split()]
-    as_processes, as_threads = (torchrun(n, "scripts/show_comm.py", *flags) for n in (2, 1))
+def test_processes_show_the_same(script: Script) -> None:
+    line = f"--mesh 2x1x1 {SMALL}"
+    as_processes = torchrun(2, "scripts/show_comm.py", *line.split())
+    as_threads = script("show_comm.py", line)
     assert (as_processes.returncode, as_threads.returncode) == (0, 0), as_processes.stderr
     assert as_processes.stdout == as_threads.stdout
 

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from dtensor_llm.worlds import processes
+from parity_tests.faults import FAULTS
 from parity_tests.harness import ROOT, Finished, Script, run_script, torchrun
 
 SCRIPT = str(ROOT / "scripts" / "train_gpt.py")
-STEPS = "--layers 2 --global-batch-size 16 --dtype float64 --lr 1e-3 --steps 5"
+STEPS = "--layers 2 --global-batch-size 16 --dtype float64 --lr 1e-3 --steps 3 --data LICENSE"
 QUANTITIES = ["loss", "gradient norm", "gradient", "weight", "exp_avg", "exp_avg_sq"]
 SMALL = "--layers 2 --width 32 --seq-len 8 --global-batch-size 8 --steps 3 --dtype float64"
 BOUND = 1e-12
@@ -66,18 +68,17 @@ def largest_error(output: str) -> float:
 # Parity from the command line
 
 
-def test_both_worlds_equal_the_reference_and_one_device() -> None:
+def test_both_worlds_equal_the_reference_and_one_device(script: Script) -> None:
     """The same command as 8 processes, and as one process with 8 threads."""
-    command = [SCRIPT, *shlex.split(f"--mesh 2x2x2 {STEPS} --check-parity")]
-    as_processes, as_threads = torchrun(8, *command), torchrun(1, *command)
+    line = f"--mesh 2x2x2 {STEPS} --check-parity"
+    as_processes, as_threads = torchrun(8, SCRIPT, *line.split()), script("train_gpt.py", line)
     for done in (as_processes, as_threads):
         assert done.returncode == 0, done.stdout + done.stderr
         assert largest_error(done.stdout) <= BOUND
         for quantity in QUANTITIES:
             assert re.search(rf"^{quantity}  .* ok$", done.stdout, re.MULTILINE), quantity
-    one_device = run_script(sys.executable, SCRIPT, *shlex.split(f"--mesh 1x1x1 {STEPS}"))
-    steps = printed_steps(one_device.stdout)
-    assert len(steps) == 5
+    steps = printed_steps(script("train_gpt.py", f"--mesh 1x1x1 {STEPS}").stdout)
+    assert len(steps) == 3
     for done in (as_processes, as_threads):
         assert_same_lines(printed_steps(done.stdout), steps)
 
@@ -91,9 +92,10 @@ def test_planted_bug_is_named_by_processes(text: str) -> None:
     assert set(re.findall(r"exitcode *: (\d+)", done.stderr)) == {"1"}, done.stderr
 
 
-def test_planted_bug_is_named_by_threads(text: str) -> None:
-    faulty = [sys.executable, "-m", "parity_tests.faulty_train", "tied_gradients_not_summed"]
-    done = run_script(*faulty, *small(text, "--mesh 1x2x1 --check-parity"))
+def test_planted_bug_is_named_by_threads(train_gpt: TrainGPT) -> None:
+    fault = next(fault for fault in FAULTS if fault.name == "tied_gradients_not_summed")
+    with fault.plant():
+        done = train_gpt("--mesh 1x2x1 --check-parity")
     assert done.returncode == 1, done.stdout + done.stderr
     named = r"DIFFERS from the reference: .*gradient of token_embedding\.weight"
     assert re.search(named, done.stdout), done.stdout
@@ -121,9 +123,9 @@ def test_lines_are_those_of_one_device(mesh: str, train_gpt: TrainGPT) -> None:
 
 
 def test_lines_of_processes_are_those_of_one_device(train_gpt: TrainGPT, text: str) -> None:
-    """The last stage knows the loss, rank 0 alone prints it."""
+    """The last stage knows the loss, rank 0 alone prints it; all processes are started fresh."""
     one = train_gpt("--mesh 1x1x1")
-    many = torchrun(2, SCRIPT, *small(text, "--mesh 1x2x1"))
+    many = run_script(*processes.torchrun(2), SCRIPT, *small(text, "--mesh 1x2x1"))
     assert many.returncode == 0, many.stderr
     assert_same_lines(printed_steps(many.stdout), printed_steps(one.stdout))
     assert many.stdout.count("\n") == one.stdout.count("\n")
@@ -204,7 +206,7 @@ def test_bad_input_is_one_message_and_status_2() -> None:
 
 RANK_0_IS_LATE = """
 import os, runpy, sys, time
-time.sleep(2 * (os.environ["RANK"] == "0"))
+time.sleep(1.0 * (os.environ["RANK"] == "0"))
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 

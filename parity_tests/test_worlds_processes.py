@@ -1,8 +1,6 @@
 """The processes world: alone, in spawned processes and under torchrun."""
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,8 +11,7 @@ import torch.distributed as dist
 from dtensor_llm.worlds import World, WorldError, environment_size, is_torchrun, processes
 from dtensor_llm.worlds.processes_rank import set_threads
 from dtensor_llm.worlds.processes_spawn import spawn
-
-ROOT = Path(__file__).parents[1]
+from parity_tests.harness import torchrun
 
 SCRIPT = """
 import sys
@@ -41,18 +38,11 @@ processes.leave(0)
 """
 
 
-def torchrun(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*command, "--nproc-per-node", "2", str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
 
 
 def test_alone_is_a_world_of_one():
@@ -149,15 +139,15 @@ def test_a_spawned_world_ends_with_its_first_failure(main, message):
     assert time.monotonic() - start < 30
 
 
-def test_torchrun(tmp_path):
-    run = torchrun(tmp_path)
+def test_torchrun(program):
+    run = torchrun(2, program)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("result ([3.0, 3.0], {'from': 0})") == 2
 
 
-def test_the_first_failing_rank_of_torchrun_speaks_and_all_leave(tmp_path):
+def test_the_first_failing_rank_of_torchrun_speaks_and_all_leave(program):
     start = time.monotonic()
-    run = torchrun(tmp_path, "fail")
+    run = torchrun(2, program, "fail")
     assert run.returncode != 0
     assert run.stderr.count("rank 1 of 2 failed:") == 1
     assert run.stderr.count("ValueError: a bad block") == 1

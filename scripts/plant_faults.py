@@ -61,11 +61,11 @@ class Line:
         return (self.fault.name, self.fault.kind, *changes, self.caught_by or "NOT CAUGHT")
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> int:
     from parity_tests.faults import FAULTS
 
     torch.set_num_threads(1)  # the ranks are threads themselves
-    arguments = parse(argv, [fault.name for fault in FAULTS])
+    arguments = parse(sys.argv[1:], [fault.name for fault in FAULTS])
     chosen = [fault for fault in FAULTS if not arguments.only or fault.name in arguments.only]
     lines = list(plant_all(chosen, arguments.disable))
     table = tabulate(
@@ -197,4 +197,4 @@ def train_step(trainer: Trainer, data: Dataset, step: int) -> StepResult:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -135,11 +135,8 @@ class Cut:
         self.losses = record.losses[:steps]
         self.gradient_norms: list[float] = []  # see with_gradient_norms: some may be missing
         self.norms_at = {i: norms for i, norms in record.norms_at.items() if i < steps}
+        self.tensors_at: Mapping[int, Tensors] = record.tensors_until(steps)
         self.steps = steps
-
-    @property
-    def tensors_at(self) -> Mapping[int, Tensors]:
-        return self.record.tensors_until(self.steps)
 
 
 def with_gradient_norms(compared: Comparison, run: Cut, expected: Cut) -> Comparison:

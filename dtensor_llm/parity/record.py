@@ -187,6 +187,9 @@ class _Files(Mapping[int, Tensors]):
             self.last = step, tensors
         return self.last[1]
 
+    def __contains__(self, step: object) -> bool:
+        return step in self.files  # that of Mapping would read the file
+
     def __iter__(self) -> Iterator[int]:
         return iter(self.files)
 

@@ -21,7 +21,7 @@ from dtensor_llm.worlds.processes_rank import Place, open_world
 
 T = TypeVar("T")
 
-_PRELOAD = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"]
+PRELOAD = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 _SECONDS_TO_START = 120.0
 _SECONDS_TO_DIE = 0.5  # in which a death is seen, after another rank has noticed it
 
@@ -51,7 +51,7 @@ def spawn(size: int, main: Callable[[World], T], *, timeout: float = 60.0) -> li
         WorldError: a rank raised (its exception is __cause__), died, or did not end in time.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     ranks: list[tuple[ForkServerProcess, connection.Connection]] = []
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")

@@ -17,8 +17,9 @@ and why:
 
 import ast
 import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
 from hashlib import blake2s
@@ -173,12 +174,17 @@ def mutants_of(source: str, file: str) -> list[Mutant]:
     """Every mutant of a file, in the order of its lines; all of them compile, no two are equal."""
     text, found, seen = Text(source), [], set()
     repeats: Counter[str] = Counter()
-    for edit, place in edits(ast.parse(source), text, Place()):
+    tree = ast.parse(source)
+    starts = [text.start(statement) for statement in tree.body]
+    for edit, place in edits(tree, text, Place()):
         mutated = text.bytes[: edit.start] + edit.replacement.encode() + text.bytes[edit.end :]
         if mutated in seen or mutated == text.bytes:
             continue
         seen.add(mutated)
-        compile(mutated, file, "exec")
+        # The rest of the file is as it was.
+        whole = bisect_right(starts, edit.start) - 1
+        end = text.end(tree.body[whole]) - len(text.bytes)
+        compile(mutated[starts[whole] : end or None], file, "exec")
         name = identity(edit, place, text, file)
         repeats[name] += 1
         name += f"#{repeats[name]}" if repeats[name] > 1 else ""
@@ -203,5 +209,15 @@ def identity(edit: Edit, place: Place, text: Text, file: str) -> str:
 
 
 def line_diff(before: str, after: str) -> str:
-    lines = unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
+    """Of the lines from the first to the last that differ: the search takes long in whole files."""
+    a, b = before.splitlines(), after.splitlines()
+    start = num_equal(a, b)
+    end = num_equal(a[start:][::-1], b[start:][::-1])
+    lines = unified_diff(a[start : len(a) - end], b[start : len(b) - end], n=0, lineterm="")
     return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+
+
+def num_equal(a: Sequence[str], b: Sequence[str]) -> int:
+    """How many lines the two have in common, from the first on."""
+    differ = (index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differ, min(len(a), len(b)))
