@@ -6,9 +6,11 @@ needs inside of itself and what the allocator rounds up it does not see. Storage
 roles whenever these are known, since the mode keeps the history.
 """
 
+import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -77,28 +79,48 @@ class LiveBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         self._bury()
         result = func(*args, **kwargs)
-        for tensor in tensors_in((args, tuple(kwargs.values()), result)):
-            if not tensor.is_meta:
-                self._number(plain(tensor))
+        names, tensors = arguments_of(func)
+        self._note(args[place] for place in tensors if place < len(args))
+        self._note(kwargs.values())
+        self._note((result,))
         if self.watches:
-            names = (argument.name for argument in func._schema.arguments)
             arguments = dict(zip(names, args, strict=False)) | kwargs
             for watch in self.watches:
                 watch(func._schema.name, arguments)
         return result
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Private: what torch else puts around each call guards from a compiler. None runs here."""
+        return False
+
+    def _note(self, values: Iterable[Any]) -> None:
+        """The storages of an operator's arguments or results, which nest lists and tuples alone."""
+        for value in values:
+            if isinstance(value, Tensor):
+                if not value.is_meta:
+                    self._number(value)
+            elif isinstance(value, list | tuple):
+                self._note(value)
+
     def _number(self, tensor: Tensor) -> int:
         """The number of the tensor's storage, whose size is noted."""
-        self._bury()
+        if self._dead:
+            self._bury()
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address not in self._alive:
-            number = next(self._numbers)
-            # It is called in the middle of anything: so it only leaves a note.
-            reference = weakref.ref(storage, lambda _: self._dead.append((address, number)))
-            self._alive[address] = number, reference
-        number, _ = self._alive[address]
-        self._change(number, storage.nbytes())
+        known = self._alive.get(address)
+        number = self._begin(address, storage) if known is None else known[0]
+        size = storage.nbytes()
+        if self._sizes.get(number, 0) != size:
+            self._change(number, size)
+        return number
+
+    def _begin(self, address: int, storage: torch.UntypedStorage) -> int:
+        number = next(self._numbers)
+        # It is called in the middle of anything: so it only leaves a note.
+        reference = weakref.ref(storage, lambda _: self._dead.append((address, number)))
+        self._alive[address] = number, reference
         return number
 
     def _bury(self) -> None:
@@ -123,18 +145,23 @@ class LiveBytes(TorchDispatchMode):
             self._sizes.pop(number, None)
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Of an operator's arguments or results, which nest lists and tuples alone."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from tensors_in(value)
+@functools.cache
+def arguments_of(func: Any) -> tuple[list[str], list[int]]:
+    """The names of an operator's arguments, and the places of those that tensors can be in."""
+    arguments = func._schema.arguments
+    tensors = [place for place, each in enumerate(arguments) if "Tensor" in str(each.type)]
+    return [each.name for each in arguments], tensors
 
 
 def plain(tensor: Tensor) -> Tensor:
     """The tensor that has memory: a DTensor's own storage has none."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+gradient_of = attrgetter("grad")
+
+BUFFER_ARGUMENTS = {"fsdp::all_gather_copy_in": "all_gather_output", "fsdp::chunk_cat": "out"}
+"""{operator: the argument that is one of `BUFFERS`}."""
 
 
 def watch_step(live: LiveBytes, trainer: Trainer) -> None:
@@ -147,21 +174,31 @@ def watch_step(live: LiveBytes, trainer: Trainer) -> None:
     optimizer = trainer.optimizer
     held = [*optimizer.weights.values(), *optimizer.copies.values()]
     lasting = {plain(weight).untyped_storage()._cdata for weight in held}
-    places = [(m._parameters, name) for m in trainer.model.modules() for name in m._parameters]
-    gathered: dict[int, Tensor] = {}
+    places = [
+        (module._parameters, name)
+        for module in trainer.model.modules()
+        for name in module._parameters
+    ]
+    gathered: dict[int, Tensor] = {}  # by address
+    storages: list[torch.UntypedStorage] = []  # theirs
+    before: list[int] = []
 
     def watch(operator: str, arguments: Mapping[str, Any]) -> None:
-        if operator == "fsdp::all_gather_copy_in":
-            live.name(BUFFERS, [arguments["all_gather_output"]])
-        elif operator == "fsdp::chunk_cat":
-            live.name(BUFFERS, [arguments["out"]])
-        for parameters, name in places:
-            parameter = parameters[name]
-            if parameter is not None:
-                address = plain(parameter).untyped_storage()._cdata
-                if address not in lasting:
-                    gathered[address] = plain(parameter)
-                live.name(GRADIENTS, [parameter.grad])
+        nonlocal storages, before
+        if operator in BUFFER_ARGUMENTS:
+            live.name(BUFFERS, [arguments[BUFFER_ARGUMENTS[operator]]])
+            before = []
+        held = [weight for at, name in places if (weight := at[name]) is not None]
+        # No identity comes again at once: what it was of lived until this operator was done.
+        sizes = map(torch.UntypedStorage.nbytes, storages)
+        now = [*map(id, held), *map(id, map(gradient_of, held)), *sizes]
+        if now == before:
+            return
+        before = now
+        addresses = {plain(weight).untyped_storage()._cdata: plain(weight) for weight in held}
+        gathered.update((at, weight) for at, weight in addresses.items() if at not in lasting)
+        storages = [weight.untyped_storage() for weight in gathered.values()]
+        live.name(GRADIENTS, map(gradient_of, held))
         live.name(GATHERED, gathered.values())
 
     live.watches.append(watch)
