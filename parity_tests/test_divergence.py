@@ -1,5 +1,6 @@
 """The finder of the first divergence names what was sabotaged, and nothing where nothing was."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ from dtensor_llm.parity.finder.finding import ROUNDING
 from dtensor_llm.train import StepResult, Trainer
 from dtensor_llm.worlds import World, threads
 from dtensor_llm.worlds.processes_spawn import spawn
+from parity_tests.covering import chosen
 from parity_tests.faults import FAULTS
 from parity_tests.harness import SECONDS, batches_for, small_config
 from reference.training import train as train_reference
@@ -106,19 +108,18 @@ CASES = {
     ),
 }
 
-# On several ranks and slower than others that are found in the same phase, on the same axes.
-LIKE_OTHERS = {
-    "second_copy_is_left_behind",
-    "block_broadcast_from_the_next_root",
-    "vocabulary_block_begins_too_early",
-    "products_not_reduced_along_the_row",
-    "rank_holds_neighbouring_layers",
-    "bucket_sent_before_the_weights_half",
-    "weights_freed_before_a_split_backward",
-}
-FAST_AND_FULL = [
-    pytest.param(name, marks=pytest.mark.full if name in LIKE_OTHERS else ()) for name in CASES
-]
+BY_NAME = {fault.name: fault for fault in FAULTS}
+
+
+def shown_by(name: str) -> set[Any]:
+    """What the fast tier has somewhere: each phase on each axis, each guess, each strategy."""
+    fault, (phase, guess) = BY_NAME[name], CASES[name]
+    sizes = dataclasses.asdict(fault.config.parallel.mesh)
+    axes = {axis for axis, size in sizes.items() if size > 1} or {""}
+    return {(phase, axis) for axis in axes} | {guess, fault.strategy}
+
+
+FAST = chosen({name: shown_by(name) for name in CASES})
 
 
 def run(config: Config, main: Callable[[World], Any]) -> list[Any]:
@@ -141,9 +142,11 @@ def first_at(step: int) -> Row:
     return Row("weight", "head.weight", error=1.0, bound=0.0, step=step)
 
 
-@pytest.mark.parametrize("name", FAST_AND_FULL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.full) for n in CASES]
+)
 def test_fault_is_found(name: str) -> None:
-    fault = next(fault for fault in FAULTS if fault.name == name)
+    fault = BY_NAME[name]
     phase, guess = CASES[name]
     with fault.plant():
         found = find(fault.config)
@@ -221,15 +224,14 @@ def test_numbers_that_are_not_finite() -> None:
 def find_planted(config: Config, name: str, world: World) -> Finding | None:
     """In a process of its own."""
     torch.set_num_threads(1)
-    fault = next(fault for fault in FAULTS if fault.name == name)
-    with fault.plant():
+    with BY_NAME[name].plant():
         return find_here(config, None, world)
 
 
 def test_found_among_processes() -> None:
     """The reference runs on rank 0 alone, and what it saw is sent to the others."""
     name = "backward_all_reduce_dropped"
-    config = next(fault for fault in FAULTS if fault.name == name).config
+    config = BY_NAME[name].config
     found = spawn(2, partial(find_planted, config, name), timeout=SECONDS)
     assert found[0] is not None and found[0] == found[1]
     assert (found[0].phase, found[0].name, found[0].at) == ("backward", "head", "final_norm")

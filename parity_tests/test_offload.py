@@ -64,7 +64,7 @@ def trained(config: Config) -> list[dict[str, Any]]:
     return threads.run(config.parallel.mesh.num_ranks, main, timeout=SECONDS)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("offload", OFFLOADED)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
@@ -105,7 +105,7 @@ def storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("mesh", ["1x1x1", "2x2x2", "dp_replicate=2,dp_shard=2"])

@@ -256,6 +256,7 @@ def fuse() -> None:
     overlap.is_fused = lambda _: True
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("run", [threads.run, spawn], ids=["threads", "processes"])
 @pytest.mark.parametrize(
     "options",

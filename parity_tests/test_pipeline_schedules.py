@@ -48,7 +48,7 @@ def with_zero() -> Iterator[Any]:
         yield pytest.param(name, zero, mesh, marks=() if is_fast else pytest.mark.full)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize(("mesh", "layers"), [("1x2x1", 5), ("1x4x1", 9)])
