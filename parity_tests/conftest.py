@@ -4,7 +4,8 @@ import gc
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -58,13 +59,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session", autouse=True)
 def initial_numbers_are_drawn_once() -> Iterator[None]:
     """By each worker: the initial elements of a weight's part are a function of what is asked."""
-    drawn: dict[tuple[Any, ...], Tensor] = {}
+    drawn = lru_cache(maxsize=10_000)(rng.normal)
 
-    def normal(key: rng.Key, global_shape: Sequence[int], **part: Any) -> Tensor:
-        asked = (key, global_shape, *part.items())
-        if asked not in drawn:
-            drawn[asked] = rng.normal(key, global_shape, **part)
-        return drawn[asked].clone()
+    def normal(*asked: Any, **part: Any) -> Tensor:
+        return drawn(*asked, **part).clone()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(initialize, "rng", SimpleNamespace(key=rng.key, normal=normal))

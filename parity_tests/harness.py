@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def batches_for(config: Config, mask: str = "uneven") -> RandomBatches:
     return RandomBatches(model.vocab_size, model.seq_len, size, mask)
 
 
-@cache
+@lru_cache(maxsize=100)  # a run takes some MB
 def _reference(model: ModelConfig, train: TrainConfig, mask: str) -> ReferenceRun:
     config = Config(model=model, train=train)
     batches = batches_for(config, mask)
