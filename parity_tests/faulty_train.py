@@ -3,11 +3,10 @@
 import runpy
 import sys
 
-from parity_tests.faults import FAULTS
+from parity_tests.faults import BY_NAME
 from parity_tests.harness import ROOT
 
 if __name__ == "__main__":
     name = sys.argv.pop(1)
-    fault = next(fault for fault in FAULTS if fault.name == name)
-    with fault.plant():
+    with BY_NAME[name].plant():
         runpy.run_path(str(ROOT / "scripts" / "train_gpt.py"), run_name="__main__")

@@ -18,7 +18,7 @@ from dtensor_llm.parity.meshes import Checked, factorings, summary, table
 from dtensor_llm.parity.report import Report, Row
 from dtensor_llm.train import StepResult, Trainer
 from dtensor_llm.worlds import processes
-from parity_tests.faults import FAULTS
+from parity_tests.faults import BY_NAME
 from parity_tests.harness import Script, torchrun
 
 SMALL = "--layers 2 --width 32 --seq-len 8 --data LICENSE"  # a text that stays as it is
@@ -54,7 +54,7 @@ def test_lower_precision_is_measured_by_one_device(script: Script, dtype: str) -
 
 
 def test_planted_bug_is_found_and_named(script: Script) -> None:
-    fault = next(fault for fault in FAULTS if fault.name == "norm_gradients_not_reduced")
+    fault = BY_NAME["norm_gradients_not_reduced"]
     with fault.plant():
         done = script("check_parity.py", f"--mesh 2x1x1 {SMALL} --steps 2")
     assert done.returncode == 1

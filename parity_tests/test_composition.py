@@ -47,12 +47,16 @@ MESHES = [
     for pp in (1, 2, 4, 8)
     if ranks % (tp * pp) == 0
 ]
-MESHES_OF: dict[str, list[str]] = {}  # by the axes of more than one rank
-for mesh in MESHES:
+
+
+def axes_of(mesh: str) -> str:
+    """Those of more than one rank."""
     sizes = zip(("tp", "pp", "dp"), mesh.split("x"), strict=True)
-    MESHES_OF.setdefault("-".join(axis for axis, size in sizes if size != "1"), []).append(mesh)
+    return "-".join(axis for axis, size in sizes if size != "1")
+
+
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "axes": tuple(MESHES_OF),
+    "axes": tuple(dict.fromkeys(map(axes_of, MESHES))),
     "family": ("gpt2", "llama"),
     "dropout": (0.0, 0.1),
     "mask": ("even", "uneven"),
@@ -91,7 +95,9 @@ def covering_array(options: dict[str, tuple[Any, ...]]) -> list[Case]:
 
 def on_meshes(cases: list[Case]) -> list[Case]:
     """A mesh for the axes of each: those that have the same axes take turns."""
-    turns = {axes: cycle(meshes) for axes, meshes in MESHES_OF.items()}
+    turns = {
+        axes: cycle([mesh for mesh in MESHES if axes_of(mesh) == axes]) for axes in OPTIONS["axes"]
+    }
     return [{"mesh": next(turns[case["axes"]])} | case for case in cases]
 
 

@@ -20,7 +20,7 @@ from dtensor_llm.train import StepResult, Trainer
 from dtensor_llm.worlds import World, threads
 from dtensor_llm.worlds.processes_spawn import spawn
 from parity_tests.covering import chosen
-from parity_tests.faults import FAULTS
+from parity_tests.faults import BY_NAME
 from parity_tests.harness import SECONDS, batches_for, small_config
 from reference.training import train as train_reference
 
@@ -107,8 +107,6 @@ CASES = {
         "belongs to sequences 0 to 3, where sequences 4 to 7",
     ),
 }
-
-BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
 def shown_by(name: str) -> set[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parity_tests.covering import covering_cases
-from parity_tests.faults import FAULTS, KINDS, Fault
+from parity_tests.faults import BY_NAME, FAULTS, KINDS, Fault
 from parity_tests.faults.checks import numbered_dataset
 from parity_tests.harness import ROOT, SECONDS, Script, small_config
 
@@ -34,7 +34,7 @@ def configurations() -> dict[str, tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", covering_cases(configurations()))
 def test_same_configuration_passes_without_the_fault(name: str) -> None:
-    fault = next(fault for fault in FAULTS if fault.name == name)
+    fault = BY_NAME[name]
     report = fault.check(fault.config)
     assert report.passed, report
 

@@ -160,7 +160,7 @@ def test_sum_of_squares_is_not_rounded_to_the_dtype_of_a_gradient(dtype: torch.d
 
 @pytest.mark.parametrize(
     ("largest", "factor"),
-    [(1.0, 1.0 / (5.0 + 1e-6)), (2.5, 2.5 / (5.0 + 1e-6)), (5.1, 1.0), (0.0, 1.0)],
+    [*((x, x / (5.0 + 1e-6)) for x in (1.0, 2.5, 5.0)), (5.1, 1.0), (0.0, 1.0)],
 )
 def test_clipping(largest: float, factor: float) -> None:
     """Down to the largest norm, never up; zero switches it off."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dtensor_llm.worlds import processes
-from parity_tests.faults import FAULTS
+from parity_tests.faults import BY_NAME
 from parity_tests.harness import ROOT, Finished, Script, run_script, torchrun
 
 SCRIPT = str(ROOT / "scripts" / "train_gpt.py")
@@ -93,8 +93,7 @@ def test_planted_bug_is_named_by_processes(text: str) -> None:
 
 
 def test_planted_bug_is_named_by_threads(train_gpt: TrainGPT) -> None:
-    fault = next(fault for fault in FAULTS if fault.name == "tied_gradients_not_summed")
-    with fault.plant():
+    with BY_NAME["tied_gradients_not_summed"].plant():
         done = train_gpt("--mesh 1x2x1 --check-parity")
     assert done.returncode == 1, done.stdout + done.stderr
     named = r"DIFFERS from the reference: .*gradient of token_embedding\.weight"

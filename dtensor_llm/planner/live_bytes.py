@@ -172,13 +172,9 @@ def watch_step(live: LiveBytes, trainer: Trainer) -> None:
     that `fully_shard` and `replicate` make of several weights or gradients to send them at once.
     """
     optimizer = trainer.optimizer
-    held = [*optimizer.weights.values(), *optimizer.copies.values()]
-    lasting = {plain(weight).untyped_storage()._cdata for weight in held}
-    places = [
-        (module._parameters, name)
-        for module in trainer.model.modules()
-        for name in module._parameters
-    ]
+    shards = [*optimizer.weights.values(), *optimizer.copies.values()]
+    lasting = {plain(weight).untyped_storage()._cdata for weight in shards}
+    places = [(m._parameters, name) for m in trainer.model.modules() for name in m._parameters]
     gathered: dict[int, Tensor] = {}  # by address
     storages: list[torch.UntypedStorage] = []  # theirs
     before: list[int] = []
@@ -187,7 +183,7 @@ def watch_step(live: LiveBytes, trainer: Trainer) -> None:
         nonlocal storages, before
         if operator in BUFFER_ARGUMENTS:
             live.name(BUFFERS, [arguments[BUFFER_ARGUMENTS[operator]]])
-            before = []
+            before = []  # what else has that storage is named again
         held = [weight for at, name in places if (weight := at[name]) is not None]
         # No identity comes again at once: what it was of lived until this operator was done.
         sizes = map(torch.UntypedStorage.nbytes, storages)

@@ -24,8 +24,10 @@ from parity_tests.faults import (
 from parity_tests.faults.fault import FAULTS, KINDS, Check, Fault
 
 FAULTS.sort(key=lambda fault: KINDS.index(fault.kind))  # the order of imports is that of names
+BY_NAME = {fault.name: fault for fault in FAULTS}
 
 __all__ = [
+    "BY_NAME",
     "FAULTS",
     "KINDS",
     "Check",
