@@ -1,12 +1,14 @@
 """Every planted bug is caught, and the report names the quantity and the tensor that it broke."""
 
+import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from parity_tests.covering import covering_cases
 from parity_tests.faults import BY_NAME, FAULTS, KINDS, Fault
@@ -90,6 +92,15 @@ def test_script_prints_the_gallery(script: Script) -> None:
     assert done.stderr == ""
 
 
+def test_the_page_on_planted_bugs_shows_lines_of_the_gallery(script: Script) -> None:
+    text = (ROOT / "reference" / "README.md").read_text()
+    page = dict(re.findall(r"^\| `(\w+)`: [^|]+\| (.+) \|$", text, flags=re.MULTILINE))
+    done = script("plant_faults.py", f"--only {' '.join(page)}")
+    lines = [re.split(r"  +", line) for line in lines_with(done.stdout, [*page])]
+    assert len(page) > 5
+    assert {name: " | ".join(cells) for name, _, *cells in lines} == page
+
+
 def test_script_fails_where_a_fault_is_not_caught(script: Script) -> None:
     done = script("plant_faults.py", f"--only {' '.join(FEW)} --disable {FEW[0]} --markdown")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -97,6 +108,23 @@ def test_script_fails_where_a_fault_is_not_caught(script: Script) -> None:
     assert all("NOT CAUGHT" not in line for line in lines_with(done.stdout, FEW[1:]))
     assert "2 of 3 caught" in done.stdout
     assert lines_with(done.stdout, FEW)[0].startswith("| ")
+
+
+@pytest.fixture
+def new_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("new_memory_is_nan")
+def test_gallery_depends_on_no_memory_as_it_comes(script: Script) -> None:
+    """Where a fault of messages moves their padding into weights, two galleries would differ."""
+    messages = [fault.name for fault in FAULTS if fault.plant.__module__.endswith(".rows")]
+    done = script("plant_faults.py", f"--only {' '.join(messages)}")
+    assert len(messages) > 5
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_script_refuses_a_name_that_is_not_there() -> None:

@@ -162,8 +162,12 @@ def percent(share: float) -> str:
 
 
 def watched(config: Config) -> Config:
-    """The fault's configuration with the settings of a real, short run of byte-level text."""
-    model = dataclasses.replace(config.model, vocab_size=127, seq_len=32, init_std=0.02)
+    """The fault's configuration with the settings of a real, short run of byte-level text.
+
+    A vocabulary of an even size stays even: a fault may depend on it that all ranks have as much.
+    """
+    vocab_size = 127 if config.model.vocab_size % 2 else 128
+    model = dataclasses.replace(config.model, vocab_size=vocab_size, seq_len=32, init_std=0.02)
     training = dataclasses.replace(config.train, steps=STEPS, lr=3e-3, clip_grad=1.0)
     return dataclasses.replace(config, model=model, train=training)
 
