@@ -68,6 +68,8 @@ EQUIVALENT: dict[str, str] = {
     "train.py:Trainer.own_sum_of_squares:+>-:bd473446": "adds 0 or NaN: the sign is lost in both",
     "optimizer.py:make_optimizer:0>1:4367491b": "what has no gradient rests, of any size",
     "optimizer.py:make_optimizer:True>False:f8eee3f5": "fused is a matter of speed",
+    "optimizer.py:clip_gradients:<><=:574f36ca": "at that norm torch multiplies by one",
+    "collectives.py:Arrival.wait:negate:515de380": "fully_shard does not read what it returns",
     "rng.py:module:18>19:555038f2": "how many numbers are drawn at once: speed and memory",
     "rng.py:module:1>2:dad41518": "how many numbers are drawn at once: speed and memory",
     "rng.py:normal://>*:a79e8598": "how many numbers are drawn at once: speed and memory",
