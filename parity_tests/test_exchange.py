@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 
 from dtensor_llm.worlds import World, exchange, processes, threads
-from dtensor_llm.worlds.exchange import AllGather, ReduceScatter, all_gather, reduce_scatter
+from dtensor_llm.worlds.exchange import (
+    AllGather,
+    AllReduce,
+    ReduceScatter,
+    all_gather,
+    reduce_scatter,
+)
 from dtensor_llm.worlds.observation import Communication, observed_by
 from parity_tests.harness import SECONDS
 
@@ -102,6 +108,34 @@ def test_each_rank_gets_all_parts_in_order(kind: str, size: int) -> None:
         for (dim, _), (whole, seen) in found.items():
             assert torch.equal(whole, torch.cat(parts, dim))
             assert seen == [Communication("all-gather", tuple(range(size)), whole.nbytes)]
+
+
+def summed(kind: str, world: World) -> tuple[list[torch.Tensor], list[Communication]]:
+    """Of sizes that the ranks do not divide, three on their way at once."""
+    travel_as(kind)
+    group, seen = dist.group.WORLD, list[Communication]()
+    assert group is not None
+    with observed_by(seen.append):
+        on_their_way = list[AllReduce]()
+        for length in (288, 287, 100):
+            on_their_way.append(AllReduce(tensor_of(world.rank).flatten()[:length].clone(), group))
+            for earlier in on_their_way[:-1]:
+                earlier.advance()
+        return [reduction.wait() for reduction in on_their_way], seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_rank_gets_the_sum(kind: str, size: int) -> None:
+    total = sum((tensor_of(rank) for rank in range(1, size)), tensor_of(0)).flatten()
+    ranks = KINDS[kind](size, partial(summed, kind), timeout=SECONDS)
+    for sums, seen in ranks:
+        for found, first in zip(sums, ranks[0][0], strict=True):
+            assert torch.equal(found, first), "on all ranks the same, to the last bit"
+            torch.testing.assert_close(found, total[: len(found)], rtol=1e-14, atol=1e-15)
+        lengths = [len(found) for found in sums]
+        ids = tuple(range(size))
+        assert seen == [Communication("all-reduce", ids, 8 * length) for length in lengths]
 
 
 def begun_then_computed(kind: str, world: World) -> list[torch.Tensor]:

@@ -1,7 +1,8 @@
 """Memory that ranks of one machine share: what goes through it, how little there is of it."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from dtensor_llm.parity import Report
 from dtensor_llm.worlds import World, exchange, processes, shared_memory
 from dtensor_llm.worlds.exchange import AllGather, all_gather, reduce_scatter
-from dtensor_llm.worlds.shared_memory import Block, Channel
+from dtensor_llm.worlds.shared_memory import MESSAGE, Block, Channel, Line
 from parity_tests.harness import (
     SECONDS,
     batches_for,
@@ -141,6 +142,68 @@ def test_number_that_is_another_process_somewhere_else_is_not_read(tmp_path: Pat
     os.close(file)
 
 
+@pytest.fixture
+def far_ends() -> Iterator[list[int]]:
+    """What a peer that is this test has of a line: where it reads, where it writes."""
+    ends = list[int]()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def line_to(far_ends: list[int]) -> Line:
+    (there, outgoing), (incoming, back) = os.pipe(), os.pipe()
+    far_ends[:] = there, back
+    return Line(1, os.getpid(), incoming, outgoing)
+
+
+def test_messages_are_found_in_any_order(far_ends: list[int]) -> None:
+    line = line_to(far_ends)
+    for number in range(100):  # more than are read at once
+        os.write(far_ends[1], MESSAGE.pack(0, number, number, 7, 4096, 0))
+        os.write(far_ends[1], MESSAGE.pack(1, number, -number, 7, 4096, 0))
+    for number in reversed(range(100)):
+        for kind, sign in ((0, 1), (1, -1)):
+            assert line.receive(kind, number) == [sign * number, 7, 4096, 0]
+    assert not line.arrived
+
+
+def test_peer_that_has_ended_is_named(far_ends: list[int]) -> None:
+    line = line_to(far_ends)
+    ended = f"rank 1 of the group, process {os.getpid()}, has ended"
+    os.close(far_ends.pop())
+    with pytest.raises(RuntimeError, match=ended):
+        line.receive(0, 0)
+    os.close(far_ends.pop())
+    with pytest.raises(RuntimeError, match=ended):
+        line.send(0, 0, 1, 2, 3, 4)
+
+
+def test_line_closes_its_ends(far_ends: list[int]) -> None:
+    line = line_to(far_ends)
+    own = line.incoming, line.outgoing
+    del line
+    for end in own:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(end)
+
+
+def never_told(world: World) -> str:
+    group = world_group()
+    assert is_gathered(all_gather(part_of(world.rank, 0), 0, group), 0)
+    if world.rank == 1:
+        return ""
+    shared_memory.timeout = timedelta(seconds=0.5)
+    with pytest.raises(RuntimeError) as failed:
+        all_gather(part_of(world.rank, 1), 0, group)
+    return str(failed.value)
+
+
+def test_peer_that_says_nothing_is_not_waited_for_for_ever() -> None:
+    messages = processes.spawn(2, never_told, timeout=SECONDS)
+    assert messages == ["timed out: nothing came from rank 1 for 0.5 s", ""]
+
+
 def small_parts(world: World) -> bool:
     group = world_group()
     all_gather(part_of(world.rank, 0, size=8), 0, group)
@@ -166,6 +229,8 @@ def trained(mesh: str, options: dict[str, Any], world: World) -> tuple[Report, i
         ("2x1x2", {"zero": 3, "offload": "weights"}),
         ("dp_replicate=2,dp_shard=2", {"zero": 3, "prefetch_depth": 2}),
         ("1x1x3", {"zero": 1, "global_batch_size": 6}),
+        ("1x1x2", {"zero": 0, "ddp": True, "ddp_bucket_mb": 0.01}),
+        ("1x2x3", {"zero": 0, "ddp": True, "ddp_bucket_view": False, "global_batch_size": 6}),
     ],
 )
 def test_data_parallelism_through_it_equals_one_device(mesh: str, options: dict[str, Any]) -> None:

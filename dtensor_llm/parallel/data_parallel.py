@@ -20,7 +20,7 @@ Comm: one all-reduce of the gradients a step, however many microbatches, in a bu
 starts as soon as the backward pass of the last one has left it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtensor_llm.collectives import reduce_by_summing
 from dtensor_llm.model import GPT
 from dtensor_llm.plan import materialize
+from dtensor_llm.worlds.exchange import AllReduce
 
 
 def apply(model: GPT, mesh: DeviceMesh, device: torch.device) -> None:
@@ -76,14 +77,40 @@ def wrap(
         gradient_as_bucket_view=options.bucket_view,
         static_graph=options.static_graph,
     )
-    module.register_comm_hook(mesh.get_group(), sum_bucket)
+    module.register_comm_hook(BucketSums(mesh.get_group()), sum_bucket)
     return module
 
 
-def sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+@dataclass
+class BucketSums:
+    """Of a module's buckets, over the ranks of `group`.
+
+    Args:
+        on_their_way: of this backward pass, in the order of the buckets.
+    """
+
+    group: dist.ProcessGroup
+    on_their_way: list[AllReduce] = field(default_factory=list)
+
+
+def sum_bucket(sums: BucketSums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """What is done with a bucket of gradients: a sum, where DistributedDataParallel averages.
+
+    It reads no bucket before the last one's turn: by then the sums through shared memory, which
+    move on when another bucket is there, have to be done.
 
     Comm: one all-reduce.
     """
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+    reduction = AllReduce(bucket.buffer(), sums.group)
+    if reduction.work is not None:
+        return reduction.work.get_future().then(lambda done: done.value()[0])
+    for earlier in sums.on_their_way:
+        earlier.advance()
+    sums.on_their_way.append(reduction)
+    if bucket.is_last():
+        for one in sums.on_their_way:
+            one.wait()
+        sums.on_their_way = []
+    future = torch.futures.Future[Tensor]()
+    future.set_result(bucket.buffer())
+    return future

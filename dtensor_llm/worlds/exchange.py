@@ -1,15 +1,16 @@
-"""A reduce-scatter and an all-gather along any dim, for gloo of messages between the ranks.
+"""Reduce-scatter and all-gather along any dim, and all-reduce, for gloo, between the ranks.
 
 gloo's own reduce-scatter is an all-reduce of the whole tensor, of which each rank then keeps its
 part: twice the bytes, and three more copies. Here each rank sends the others their parts and adds
 up what it gets, in the order of the ranks. gloo's all-gather goes in a ring and puts the parts one
 after another: to have them side by side along a later dim is a copy of the whole, once it is there.
 Here a part whose runs of memory are long goes straight to where it belongs, a message for each;
-others go as one and are unpacked where they arrive. To a recorder each of the two is one operation.
+others go as one and are unpacked where they arrive. To a recorder each exchange is one operation.
 
-Ranks of one machine send no large part at all: see `shared_memory`.
+Ranks of one machine send no large part at all: see `shared_memory`. The all-reduce is for them, and
+gloo's own elsewhere.
 
-Both have a beginning and an end, and whoever has work that needs nothing of the others does it
+All have a beginning and an end, and whoever has work that needs nothing of the others does it
 between the two: see `overlap`.
 """
 
@@ -26,10 +27,9 @@ from torch import Tensor
 # Private: torch 2.13 has no other way from a name, which is what an operator takes, to its group.
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from dtensor_llm.worlds.shared_memory import Channel, SharedParts, processes_that_share
+from dtensor_llm.worlds.shared_memory import Channel, SharedParts, open_lines
 
 GATHERED, SUMMED = 0, 1  # tags: what belongs to exchanges that overlap must not be mixed up
-SHARED = 2  # is added to the tag of a message that only says in which memory the part is
 
 LEAST_SHARED = 2**16
 """Bytes of a part that ranks of one machine read in each other's memory."""
@@ -175,6 +175,67 @@ class ReduceScatter:
         return self._out
 
 
+class AllReduce:
+    """The sum of all ranks' `whole`, in its place, on its way.
+
+    Through shared memory each rank adds up a part, and the others read it there. Both are work of
+    this rank, which `advance` and `wait` do: whoever has several on their way advances the earlier
+    ones, in the same order on all ranks, when one more begins.
+
+    Attributes:
+        work: what the backend does by itself; None where the ranks share memory.
+    """
+
+    def __init__(self, whole: Tensor, group: dist.ProcessGroup) -> None:
+        """Begin to sum `whole`, contiguous memory.
+
+        Comm: one all-reduce of `whole`.
+        """
+        self.work: dist.Work | None = None
+        self._whole, self._group = whole, group
+        self._parts, self._peers = parts_of(whole, group), peers_of(group)
+        self._terms: SharedParts | None = None
+        self._sums: SharedParts | None = None
+        if dist.get_backend(group) == "gloo":
+            begun = _all_reduces.pop(
+                torch.ops.dtensor_llm.begin_all_reduce(whole, group.group_name)
+            )
+            if isinstance(begun, SharedParts):
+                self._terms = begun
+            else:
+                self.work = begun
+        else:
+            self.work = dist.all_reduce(whole, group=group, async_op=True)
+
+    def advance(self) -> None:
+        """Add up this rank's part, once its terms are there, and let the others read it."""
+        if self._terms is None:
+            return
+        own, terms, self._terms = self._parts[self._group.rank()], self._terms, None
+        for peer in self._peers:
+            own.add_(terms.receive(peer))
+        terms.end()
+        self._sums = SharedParts(channels[self._group][GATHERED], own)
+        self._sums.send(own, *self._peers)
+
+    def wait(self) -> Tensor:
+        """The sum."""
+        if self.work is not None:
+            self.work.wait()
+        self.advance()
+        if self._sums is not None:
+            for peer in self._peers:
+                self._parts[peer].copy_(self._sums.receive(peer, self._parts[peer]))
+            self._sums.end()
+            self._sums = None
+        return self._whole
+
+
+def parts_of(whole: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Of contiguous memory, one for each rank, of sizes that differ by one element at most."""
+    return whole.detach().view(-1).tensor_split(group.size())
+
+
 def peers_of(group: dist.ProcessGroup) -> list[int]:
     """The other ranks of the group, beginning with the next: so not all want the same one's."""
     own, size = group.rank(), group.size()
@@ -223,6 +284,7 @@ class _Travels:
 
 
 _on_their_way: dict[int, _Travels | SharedParts] = {}
+_all_reduces: dict[int, SharedParts | dist.Work] = {}
 _numbers = itertools.count()
 
 # Operators of their own, so that whoever watches operators sees an exchange whole. What
@@ -236,6 +298,7 @@ torch.library.define(
     "(Tensor(a!) output, Tensor input, int dim, str group_name) -> int",
 )
 torch.library.define("dtensor_llm::send_part", "(Tensor part, int peer, int number) -> ()")
+torch.library.define("dtensor_llm::begin_all_reduce", "(Tensor(a!) whole, str group_name) -> int")
 
 
 @torch.library.impl("dtensor_llm::begin_all_gather", "default")
@@ -243,7 +306,7 @@ def begin_all_gather(output: Tensor, input: Tensor, dim: int, group_name: str) -
     """Begin to write all ranks' `input` into `output`, one after another along `dim`."""
     group = _resolve_process_group(group_name)  # type: ignore[arg-type] # a str, at run time
     if channel := channel_of(group, GATHERED, input.nbytes):
-        shared = SharedParts(channel, group, input)
+        shared = SharedParts(channel, input)
         shared.send(input, *peers_of(group))
         return number_of(shared)
     places = output.chunk(group.size(), dim)
@@ -261,7 +324,7 @@ def begin_reduce_scatter(output: Tensor, input: Tensor, dim: int, group_name: st
     group = _resolve_process_group(group_name)  # type: ignore[arg-type] # a str, at run time
     assert input.is_contiguous(), "its parts go as they lie"
     if channel := channel_of(group, SUMMED, output.nbytes):
-        return number_of(SharedParts(channel, group, output))
+        return number_of(SharedParts(channel, output))
     own = group.rank()
     first = int(own == 0)  # of the others: what it sends may lie where the sum will
     incoming = [
@@ -278,6 +341,22 @@ def send_part(part: Tensor, peer: int, number: int) -> None:
     _on_their_way[number].send(part, peer)
 
 
+@torch.library.impl("dtensor_llm::begin_all_reduce", "default")
+def begin_all_reduce(whole: Tensor, group_name: str) -> int:
+    """Begin to sum all ranks' `whole`."""
+    group, number = _resolve_process_group(group_name), next(_numbers)  # type: ignore[arg-type]
+    assert whole.is_contiguous(), "its parts go as they lie"
+    if channel := channel_of(group, SUMMED, whole.nbytes // group.size()):
+        parts = parts_of(whole, group)
+        shared = SharedParts(channel, parts[group.rank()])
+        for peer in peers_of(group):
+            shared.send(parts[peer], peer)
+        _all_reduces[number] = shared
+    else:
+        _all_reduces[number] = group.allreduce([whole])
+    return number
+
+
 channels: WeakKeyDictionary[dist.ProcessGroup, dict[int, Channel]] = WeakKeyDictionary()
 
 
@@ -286,9 +365,9 @@ def channel_of(group: dist.ProcessGroup, tag: int, num_bytes: int) -> Channel | 
     if num_bytes < LEAST_SHARED:
         return None
     if group not in channels:
-        pids = processes_that_share(group)
-        kinds = (GATHERED, SUMMED) if pids else ()
-        channels[group] = {kind: Channel(SHARED + kind, pids) for kind in kinds}
+        lines = open_lines(group)
+        kinds = (GATHERED, SUMMED) if lines else ()
+        channels[group] = {kind: Channel(kind, lines) for kind in kinds}
     return channels[group].get(tag)
 
 

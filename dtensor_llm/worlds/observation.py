@@ -80,6 +80,7 @@ _OPERATORS = {
     "symm_mem::fused_matmul_reduce_scatter": ("reduce-scatter", "A"),
     "dtensor_llm::begin_reduce_scatter": ("reduce-scatter", "input"),
     "dtensor_llm::begin_all_gather": ("all-gather", "output"),
+    "dtensor_llm::begin_all_reduce": ("all-reduce", "whole"),
 }
 _GROUPS = ("process_group", "group_name")  # the argument; an operator without one sends nothing
 _NAMESPACES = {"c10d", "_c10d_functional", "symm_mem", "dtensor_llm"}

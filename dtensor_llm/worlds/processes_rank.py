@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor_llm.worlds import World
+from dtensor_llm.worlds import World, shared_memory
 
 _TIMEOUT_SECONDS = {"cpu": 60.0, "cuda": 600.0}
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -42,12 +42,13 @@ def open_world(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     seconds = _TIMEOUT_SECONDS[device.type] if timeout is None else timeout
+    shared_memory.timeout = timedelta(seconds=seconds)
     dist.init_process_group(
         _BACKENDS[device.type],
         store=dist.PrefixStore("group", store),
         rank=place.rank,
         world_size=place.size,
-        timeout=timedelta(seconds=seconds),
+        timeout=shared_memory.timeout,
         device_id=device if device.type == "cuda" else None,
     )
     if place.size == 1:

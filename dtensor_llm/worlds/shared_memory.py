@@ -2,33 +2,86 @@
 
 Through gloo a part goes into the kernel and out of it, by threads that want the cores which
 compute. Here the sender copies it into a block of memory that the others have mapped, and a message
-of four numbers says where; who gets it copies or adds it from there.
+of six numbers says where; who gets it copies or adds it from there. The message goes through a
+pipe, which wakes the reader itself: by gloo it would take three messages, each by a thread that a
+busy core is in no hurry to run.
 
 A block may be written to again once all who were told of it have read it. Nobody reports that by
 itself: every message carries how many exchanges its sender has ended, which is one exchange late
 and costs nothing. Where no block is free there is a new one: a group has a few, for each kind of
 exchange. What `planner.memory` predicts is without them.
 
-Blocks are anonymous files (Linux, memfd_create): other processes of the same user open them through
-/proc, they are not limited by what is mounted at /dev/shm, and nothing is left of them when the
-processes that have them are gone. Where one rank cannot open the block of another, on another
-machine or in another container, the group's exchanges go as messages.
+Blocks are anonymous files (Linux, memfd_create): other processes of the same user open them, and
+the pipes, through /proc, they are not limited by what is mounted at /dev/shm, and nothing is left
+of them when the processes that have them are gone. Where one rank cannot open what another has, on
+another machine or in another container, the group's exchanges go as messages.
 """
 
 import mmap
 import os
 import secrets
+import select
+import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 PAGE = 4096
-FIELDS = 4  # of a message: block, its file descriptor, its bytes, exchanges ended
+MESSAGE = struct.Struct("6q")
+"""Kind and number of the exchange; block, its file descriptor, its bytes; exchanges ended."""
+
+timeout = default_pg_timeout
+"""How long to wait for a message; `processes_rank.open_world` says what it is for all of them."""
+
+
+class Line:
+    """To one peer and from it: a pipe each way.
+
+    A message is far below what a pipe takes whole, so that none comes in pieces.
+
+    Args:
+        peer: its rank in the group.
+        pid: its process.
+        incoming, outgoing: file descriptors, closed with the line.
+    """
+
+    def __init__(self, peer: int, pid: int, incoming: int, outgoing: int) -> None:
+        self.peer, self.pid, self.incoming, self.outgoing = peer, pid, incoming, outgoing
+        self.poll = select.poll()
+        self.poll.register(incoming, select.POLLIN)
+        self.arrived: dict[tuple[int, int], list[int]] = {}
+        weakref.finalize(self, close, incoming, outgoing)
+
+    def send(self, kind: int, number: int, *where: int) -> None:
+        try:
+            os.write(self.outgoing, MESSAGE.pack(kind, number, *where))
+        except BrokenPipeError:
+            raise self.is_gone() from None
+
+    def receive(self, kind: int, number: int) -> list[int]:
+        """What the peer says of its part in that exchange, once it does."""
+        while (kind, number) not in self.arrived:
+            self.read()
+        return self.arrived.pop((kind, number))
+
+    def read(self) -> None:
+        if not self.poll.poll(timeout.total_seconds() * 1e3):
+            seconds = timeout.total_seconds()
+            raise RuntimeError(f"timed out: nothing came from rank {self.peer} for {seconds:g} s")
+        messages = os.read(self.incoming, 64 * MESSAGE.size)
+        if not messages:
+            raise self.is_gone()
+        for kind, number, *where in MESSAGE.iter_unpack(messages):
+            self.arrived[kind, number] = where
+
+    def is_gone(self) -> RuntimeError:
+        return RuntimeError(f"rank {self.peer} of the group, process {self.pid}, has ended")
 
 
 @dataclass
@@ -55,15 +108,15 @@ class Channel:
     """What the exchanges of a group share, of one kind: they begin in one order on all ranks.
 
     Args:
-        tag: of its messages.
-        pids: processes of the group's ranks.
+        kind: number of that.
+        lines: by peer.
     """
 
-    def __init__(self, tag: int, pids: Sequence[int]) -> None:
-        self.tag, self.pids = tag, pids
+    def __init__(self, kind: int, lines: Mapping[int, Line]) -> None:
+        self.kind, self.lines = kind, lines
         self.blocks: list[Block] = []
         self.mapped: dict[tuple[int, int], Tensor] = {}  # by rank and number of the block
-        self.ended_by = dict.fromkeys(range(len(pids)), 0)
+        self.ended_by = dict.fromkeys(lines, 0)
         self.begun = 0
         self.not_ended: set[int] = set()
 
@@ -91,64 +144,53 @@ class Channel:
         self.blocks.append(Block(len(self.blocks), file, memory))
         return self.blocks[-1]
 
-    def message(self, block: Block) -> Tensor:
-        return torch.tensor([block.number, block.file, block.memory.nbytes, self.ended])
+    def tell(self, peer: int, number: int, block: Block) -> None:
+        """`peer` may read `block` in the exchange of that number."""
+        where = block.number, block.file, block.memory.nbytes
+        self.lines[peer].send(self.kind, number, *where, self.ended)
 
-    def block_at(self, rank: int, message: Tensor) -> Tensor:
-        """The memory that `rank` tells of."""
-        number, file, num_bytes, ended = message.tolist()
-        self.ended_by[rank] = ended
-        if (rank, number) not in self.mapped:
-            self.mapped[rank, number] = open_memory(self.pids[rank], file, num_bytes)
-        return self.mapped[rank, number]
+    def block_of_peer(self, peer: int, number: int) -> Tensor:
+        """The memory that `peer` tells of in the exchange of that number."""
+        line = self.lines[peer]
+        block, file, num_bytes, ended = line.receive(self.kind, number)
+        self.ended_by[peer] = max(ended, self.ended_by[peer])
+        if (peer, block) not in self.mapped:
+            self.mapped[peer, block] = open_memory(line.pid, file, num_bytes)
+        return self.mapped[peer, block]
 
 
 class SharedParts:
     """The parts of one exchange, in memory that the group's ranks share.
 
     Args:
-        channel: of the `group`.
+        channel: of the group.
         like: what each rank gets from another.
     """
 
-    def __init__(self, channel: Channel, group: dist.ProcessGroup, like: Tensor) -> None:
-        self.channel, self.group, self.number = channel, group, channel.begin()
-        self.shape, self.dtype, self.nbytes = like.shape, like.dtype, like.nbytes
-        self.messages = {
-            peer: torch.empty(FIELDS, dtype=torch.int64)
-            for peer in range(group.size())
-            if peer != group.rank()
-        }
-        self.receives = {
-            peer: group.recv([x], peer, channel.tag) for peer, x in self.messages.items()
-        }
-        self.sends: list[tuple[dist.Work, Tensor]] = []
+    def __init__(self, channel: Channel, like: Tensor) -> None:
+        self.channel, self.number, self.like = channel, channel.begin(), like.detach()
 
     def send(self, part: Tensor, *peers: int) -> None:
         """Let `peers` read what `part` is now."""
-        channel = self.channel
-        block = channel.block_of(part.nbytes)
+        block = self.channel.block_of(part.nbytes)
         block.busy = dict.fromkeys(peers, self.number)
-        self.place(block.memory).copy_(part)
-        message = channel.message(block)
+        place(part, block.memory).copy_(part)
         for peer in peers:
-            self.sends.append((self.group.send([message], peer, channel.tag), message))
+            self.channel.tell(peer, self.number, block)
 
-    def receive(self, peer: int) -> Tensor:
+    def receive(self, peer: int, like: Tensor | None = None) -> Tensor:
         """What `peer` has sent, to be read before the end."""
-        self.receives[peer].wait()
-        return self.place(self.channel.block_at(peer, self.messages[peer]))
+        memory = self.channel.block_of_peer(peer, self.number)
+        return place(self.like if like is None else like, memory)
 
     def end(self) -> None:
         """What was received has been read."""
-        for work, _ in self.sends:
-            work.wait()
-        self.sends = []
         self.channel.not_ended.discard(self.number)
 
-    def place(self, memory: Tensor) -> Tensor:
-        """Of a part, at the beginning of a block."""
-        return memory[: self.nbytes].view(dtype=self.dtype).unflatten(0, self.shape)
+
+def place(part: Tensor, memory: Tensor) -> Tensor:
+    """Of a part like that, at the beginning of a block."""
+    return memory[: part.nbytes].view(dtype=part.dtype).unflatten(0, part.shape)
 
 
 def new_memory(num_bytes: int) -> tuple[int, Tensor]:
@@ -159,30 +201,54 @@ def new_memory(num_bytes: int) -> tuple[int, Tensor]:
 
 
 def open_memory(pid: int, file: int, num_bytes: int) -> Tensor:
-    with Path(f"/proc/{pid}/fd/{file}").open("r+b") as opened:
+    with path_of(pid, file).open("r+b") as opened:
         return torch.frombuffer(mmap.mmap(opened.fileno(), num_bytes), dtype=torch.uint8)
 
 
-def processes_that_share(group: dist.ProcessGroup) -> list[int]:
-    """The process of each rank, where every rank can read every other's memory; else none.
+def path_of(pid: int, file: int) -> Path:
+    """Of what a process has open."""
+    return Path(f"/proc/{pid}/fd/{file}")
 
-    Comm: an all-gather of 32 bytes of each rank, an all-reduce of 8.
+
+def close(*files: int) -> None:
+    for file in files:
+        os.close(file)
+
+
+def open_lines(group: dist.ProcessGroup) -> dict[int, Line]:
+    """To each peer, where every rank can read every other's memory; else none.
+
+    Comm: an all-gather of 24 bytes of each rank and 8 for each rank, an all-reduce of 8.
     """
+    own, ranks = group.rank(), range(group.size())
+    pipes = {peer: os.pipe() for peer in ranks if peer != own}
     secret, file, memory = secrets.randbits(62), -1, None
     if hasattr(os, "memfd_create"):
         file, memory = new_memory(PAGE)
         memory[:8].view(torch.int64).fill_(secret)
-    own = torch.tensor([os.getpid(), file, secret])
-    all_of_them = [torch.empty_like(own) for _ in range(group.size())]
-    group.allgather([all_of_them], [own]).wait()
-    everyone = [x.tolist() for x in all_of_them]
-    readable = torch.tensor([int(all(can_read(*one) for one in everyone))])
+    ends = [-1 if rank == own else pipes[rank][1] for rank in ranks]
+    offered = torch.tensor([os.getpid(), file, secret, *ends])
+    of_ranks = [torch.empty_like(offered) for _ in ranks]
+    group.allgather([of_ranks], [offered]).wait()
+    offers = [x.tolist() for x in of_ranks]
+    outgoing = {}
+    if all(can_read(*offer[:3]) for offer in offers):
+        outgoing = {
+            peer: os.open(path_of(offers[peer][0], offers[peer][3 + own]), os.O_WRONLY)
+            for peer in pipes
+        }
+    all_can = torch.tensor([int(len(outgoing) == len(pipes))])
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)  # the other is of its values' type
-    group.allreduce([readable], options).wait()
-    if memory is not None:
-        os.close(file)
-    return [pid for pid, _, _ in everyone] if readable.item() else []
+    group.allreduce([all_can], options).wait()
+    close(*(end for _, end in pipes.values()), *([] if memory is None else [file]))
+    if all_can.item():
+        return {
+            peer: Line(peer, offers[peer][0], incoming, outgoing[peer])
+            for peer, (incoming, _) in pipes.items()
+        }
+    close(*(incoming for incoming, _ in pipes.values()), *outgoing.values())
+    return {}
 
 
 def can_read(pid: int, file: int, secret: int) -> bool:

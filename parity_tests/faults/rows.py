@@ -5,6 +5,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -13,6 +14,7 @@ from dtensor_llm import buckets, train
 from dtensor_llm.buckets import Bucket, Buckets
 from dtensor_llm.model import GPT
 from dtensor_llm.parallel import data_parallel
+from dtensor_llm.parallel.data_parallel import BucketSums
 from dtensor_llm.plan import materialize
 from parity_tests.faults.fault import fault
 
@@ -204,7 +206,11 @@ def message_reused_before_it_is_sent() -> Iterator[None]:
 )
 def ddp_averages_over_dp() -> Iterator[None]:
     """DistributedDataParallel's default: it divides by dp what was divided by all tokens."""
-    with patch.object(data_parallel, "sum_bucket", allreduce_hook):
+
+    def wrong(sums: BucketSums, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return allreduce_hook(sums.group, bucket)
+
+    with patch.object(data_parallel, "sum_bucket", wrong):
         yield
 
 
