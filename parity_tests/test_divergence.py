@@ -75,6 +75,8 @@ CASES = {
     "optimizer_steps_on_copies": ("update", ""),
     "every_rank_draws_the_first_shard": ("weight", "belongs to rows"),
     "dropout_mask_repeated_by_every_rank": ("forward", "another dropout mask: it is what belongs"),
+    "dropout_mask_repeated_over_dp": ("forward", "belongs to sequences 0 to 3, where sequences 4"),
+    "dropout_mask_repeated_by_every_microbatch": ("forward", "another dropout mask: it is what"),
     "data_repeated_by_every_dp_rank": ("data", "belongs to sequences 0 to 3, where sequences 4"),
     "labels_of_another_microbatch": ("data", "belongs to sequences"),
     "tokens_multiplied_before_they_arrive": ("forward", ""),

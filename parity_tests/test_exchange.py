@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -136,6 +137,38 @@ def test_each_rank_gets_the_sum(kind: str, size: int) -> None:
         lengths = [len(found) for found in sums]
         ids = tuple(range(size))
         assert seen == [Communication("all-reduce", ids, 8 * length) for length in lengths]
+
+
+class Spied:
+    """What was sent, and whether it was waited for."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work, self.is_over = work, False
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.is_over = True
+
+
+def sent_and_ended(world: World) -> list[bool]:
+    group, spies, send = dist.group.WORLD, list[Spied](), exchange._Travels.send
+    assert group is not None
+
+    def spied(self: exchange._Travels, part: torch.Tensor, *peers: int) -> None:
+        known = len(self.sends)
+        send(self, part, *peers)
+        self.sends[known:] = [Spied(work) for work in self.sends[known:]]  # type: ignore[misc]
+        spies.extend(self.sends[known:])  # type: ignore[arg-type]
+
+    with patch.object(exchange._Travels, "send", spied):
+        all_gather(tensor_of(world.rank), 0, group)
+        reduce_scatter(tensor_of(world.rank), 0, group)
+    return [spy.is_over for spy in spies]
+
+
+def test_what_was_sent_is_gone_when_an_exchange_ends() -> None:
+    """It may be written to then: to end without that works nearly always."""
+    assert processes.spawn(3, sent_and_ended, timeout=SECONDS) == [[True] * 4] * 3
 
 
 def begun_then_computed(kind: str, world: World) -> list[torch.Tensor]:

@@ -242,6 +242,8 @@ def test_survivors_are_found_and_a_second_run_continues(project: Project, tmp_pa
         "wait:*>/": "killed",
         "wait:0>1": "timed out",
     }
+    with results.open("a", encoding="utf-8") as file:
+        file.write('{"id": "tiny/maths.py:wait:\n{"id": 3}\n')  # a kill while it was written
     again = run(project, "--results", str(results))
     assert again.stdout == done.stdout
     assert again.stderr == "", "nothing was run"
@@ -340,6 +342,20 @@ def test_a_file_without_tests_is_refused(capsys: pytest.CaptureFixture[str]) -> 
         mutate.main(["--list", "--only", "loss.py", "nothing.py"])
     first = next(iter(mutate.DTENSOR_LLM.tests))
     assert f"invalid choice: 'nothing.py' (choose from '{first}'," in capsys.readouterr().err
+
+
+def test_bad_values_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, message in (
+        (["--threshold", "7"], "7: must be between 0 and 1"),
+        (["--results", str(tmp_path)], "must be a file in a folder that is there"),
+        (["--results", str(tmp_path / "no" / "x")], "must be a file in a folder that is there"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            mutate.main(flags)
+        assert left.value.code == 2
+        assert message in capsys.readouterr().err
 
 
 def test_list_prints_the_mutants(capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,14 +144,14 @@ def test_the_meshes_above_mix_every_kind_of_placement() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_sum_of_squares_is_not_rounded_to_the_dtype_of_a_gradient(dtype: torch.dtype) -> None:
+def test_squares_add_up_in_float64(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    sizes = ((500, 2), (0, 3), (37,), (5000,))
+    sizes = ((500, 2), (0, 3), (37,), (2**20,))  # of the last, torch's sum in float32 is 2e-5 off
     tensors = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
     expected = sum(x.double().square().sum().item() for x in tensors)
     found = sum_of_squares(tensors)
     assert found.dtype == torch.float64
-    assert found.item() == pytest.approx(expected, rel=BOUND if dtype == torch.float64 else 1e-6)
+    assert found.item() == pytest.approx(expected, rel=BOUND)
     assert sum_of_squares([]).item() == 0.0
 
 

@@ -38,6 +38,10 @@ from parity_tests.own_models import (
     [
         ({"mesh": {"dp": 0}}, "mesh dp=0: every size is a whole number of at least 1"),
         ({"mesh": {}}, "mesh without an axis"),
+        ({"mesh": "dp=2"}, r"mesh 'dp=2': sizes by name, for example \{"),
+        ({"build": Mlp()}, "build_model is a module; pass a function that gives one"),
+        ({"build": lambda: None}, "build_model gives None: it is to give a module"),
+        ({"build": nn.Identity}, "the model has no parameters: there is nothing to train"),
         ({"batch_axes": ("data",)}, "batch_axes names data, but the mesh has only dp"),
         (
             {"mesh": {"dp": 3}},

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtensor_llm.parity.compare import bound_of, compare_records
+from dtensor_llm.parity.compare import bound_of, compare_records, not_compared
 from dtensor_llm.parity.record import LINES, Record, RecordError, RecordWriter
 from dtensor_llm.parity.run import Incomparable
 from dtensor_llm.parity.verdict import BOUND
@@ -86,15 +86,18 @@ def test_run_that_was_cut_short_while_it_wrote_is_read_to_there(tmp_path: Path) 
         (["HEAD", STEP + '"norms": {"weight": {"a": "x"}}}'], "line 2: norms are not {"),
         (["HEAD", STEP + '"tensors": "../a.pt"}'], "line 2: tensors '../a.pt' is not the name of"),
         (["HEAD", STEP + '"tensors": 3}'], "line 2: tensors 3 is not the name of a file"),
+        (["HEAD, int64"], "dtype 'int64' is none of torch's floating point types, as float32 is"),
+        (["HEAD, float99"], "dtype 'float99' is none of torch's floating point types"),
         (["\udcff"], "is not text in UTF-8"),
     ],
 )
 def test_what_is_no_record_is_refused(
     tmp_path: Path, lines: list[str] | None, message: str
 ) -> None:
-    head = json.dumps({"format": "training record", "version": 1})
+    head = {"format": "training record", "version": 1}
+    heads = {"HEAD": head} | {f"HEAD, {x}": {**head, "dtype": x} for x in ("int64", "float99")}
     if lines is not None:
-        text = "\n".join(head if line == "HEAD" else line for line in lines)
+        text = "\n".join(json.dumps(heads[line]) if line in heads else line for line in lines)
         (tmp_path / LINES).write_text(text + "\n", errors="surrogateescape")
     with pytest.raises(RecordError, match=re.escape(message)):
         Record(tmp_path)
@@ -111,10 +114,13 @@ def test_tensor_file_that_is_missing_or_cut_or_something_else_is_named(tmp_path:
         {"weight": {"a": 1.0}},
     ):
         torch.save(other, path)
-        with pytest.raises(RecordError, match=r"step-000001\.pt does not hold"):
+        with pytest.raises(RecordError, match=r"step-000001\.pt: not {quantity: {param"):
             Record(tmp_path).tensors_at[0]
     path.write_text("not a file of torch")
-    with pytest.raises(RecordError, match=r"step-000001\.pt cannot be read"):
+    with pytest.raises(RecordError, match=r"step-000001\.pt holds more than tensors, or is damag"):
+        Record(tmp_path).tensors_at[0]
+    path.write_bytes(b"")
+    with pytest.raises(RecordError, match=r"step-000001\.pt cannot be read: \w+"):
         Record(tmp_path).tensors_at[0]
     torch.save(tensors(), path)
     path.write_bytes(path.read_bytes()[:100])
@@ -123,6 +129,25 @@ def test_tensor_file_that_is_missing_or_cut_or_something_else_is_named(tmp_path:
     path.unlink()
     with pytest.raises(RecordError, match=r"step-000001\.pt cannot be read"):
         Record(tmp_path).tensors_at[0]
+
+
+def test_step_that_cannot_be_written_leaves_what_there_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = RecordWriter(tmp_path)
+    writer.step(loss=3.0, tensors=tensors())
+    with pytest.raises(RecordError, match=r"step 2: not \{quantity: \{parameter: tensor\}\}"):
+        writer.step(loss=2.0, tensors={"weight": {"a": torch.tensor([1j])}})
+
+    def fill_the_disk(_: Any, path: Path) -> None:
+        path.write_text("as far as it went")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fill_the_disk)
+    with pytest.raises(RecordError, match=r"step-000003\.pt cannot be written: No space left on"):
+        writer.step(loss=2.0, tensors=tensors())
+    assert Record(tmp_path).losses == [3.0]
+    assert {path.name for path in tmp_path.iterdir()} == {LINES, "step-000001.pt"}
 
 
 # Comparing
@@ -278,6 +303,30 @@ def test_control_is_the_same_training_and_has_all_that_is_judged(tmp_path: Path)
     other = write(tmp_path / "c", step(tensors=tensors()), train={"lr": 2e-3})
     with pytest.raises(Incomparable, match=r"is another training than .*: lr 0\.001 and 0\.002"):
         compare_records(whole, whole, control=other)
+
+
+def test_control_that_is_further_off_than_rounding_is_another_training(tmp_path: Path) -> None:
+    """Whatever the first lines say: where they say nothing, too."""
+
+    def run(name: str, off: float) -> Record:
+        return write(tmp_path / name, step(tensors=tensors(1.0 + off)))
+
+    other, wrong = run("other", 0.0), run("wrong", 1e-4)
+    with pytest.raises(Incomparable, match=r"wrong is not .*other again: its gradient is 3\.3e-05"):
+        compare_records(wrong, other, control=wrong)
+
+
+def test_reference_judges_no_float64(tmp_path: Path) -> None:
+    record = write(tmp_path, step())
+    with pytest.raises(Incomparable, match="both records are in float64, and a reference judges l"):
+        compare_records(record, record, reference=record)
+
+
+def test_what_only_one_has_recorded_is_listed(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", step(tensors={"weights": {"a": vector(7.0)}, **tensors()}))
+    b = write(tmp_path / "b", step(norms={"gradient": {"a": 1.0}, "other": {"a": 1.0}}))
+    assert not_compared(a, b) == ["only A has: weight, weights", "only B has: other"]
+    assert not_compared(a, a) == []
 
 
 def test_files_are_read_once_for_differences_and_once_for_sizes(

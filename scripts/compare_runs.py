@@ -11,12 +11,16 @@ import math
 
 import torch
 
-from dtensor_llm.parity.compare import compare_records, other_settings
+from dtensor_llm.parity.compare import (
+    LARGEST_OF_ROUNDING,
+    compare_records,
+    not_compared,
+    other_settings,
+)
 from dtensor_llm.parity.record import Record, RecordError
 from dtensor_llm.parity.run import Incomparable
 from dtensor_llm.worlds import processes
 
-SMALL = 1e-9
 ADVICE = """\
 so small a difference may be rounding, which AdamW multiplies where a gradient is next to nothing:
 record B again with another --micro-batch-size and pass that as --control"""
@@ -63,9 +67,16 @@ def main() -> int:
         print(f"only the first {min(len(a.steps), len(b.steps))} steps are compared")
     if settings := other_settings(a, b):
         print(f"other settings: {'; '.join(settings)}")
+    for line in not_compared(a, b):
+        print(line)
     print(report)
     doubles = a.dtype == b.dtype == torch.float64
-    if doubles and not report.passed and asked.control is None and report.largest.error < SMALL:
+    if (
+        doubles
+        and not report.passed
+        and asked.control is None
+        and report.largest.error < LARGEST_OF_ROUNDING
+    ):
         print(ADVICE)
     return 0 if report.passed else 1
 

@@ -18,6 +18,7 @@ Exit status: 0 for a score of at least --threshold, 1 below it, 2 where the unmu
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -123,8 +124,12 @@ def known_records(project: Project, mutants: list[Mutant], results: Path | None)
 def last_records(results: Path | None) -> dict[str, Record]:
     if results is None or not results.exists():
         return {}
-    lines = results.read_text(encoding="utf-8").splitlines()
-    return {record.id: record for record in (Record(**json.loads(line)) for line in lines)}
+    records = {}
+    for line in results.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError, TypeError):  # a kill has cut it: it is found out anew
+            record = Record(**json.loads(line))
+            records[record.id] = record
+    return records
 
 
 def keep(record: Record, results: Path | None) -> None:
@@ -248,6 +253,20 @@ def positive(text: str) -> int:
     return number
 
 
+def share(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be between 0 and 1")
+    return number
+
+
+def results_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: must be a file in a folder that is there")
+    return path
+
+
 def parse(arguments: Sequence[str] | None, files: Iterable[str]) -> argparse.Namespace:
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -257,8 +276,8 @@ def parse(arguments: Sequence[str] | None, files: Iterable[str]) -> argparse.Nam
     what = "files of the package, as loss.py (default: all that have tests)"
     add("--only", nargs="+", default=[], choices=list(files), metavar="FILE", help=what)
     add("--workers", type=positive, default=2, metavar="N", help="mutants at a time (default: 2)")
-    add("--results", type=Path, metavar="FILE", help="JSON lines: kept, and continued from")
-    add("--threshold", type=float, default=0.9, help="lowest score for exit 0 (default: 0.9)")
+    add("--results", type=results_file, metavar="FILE", help="JSON lines: kept, and continued from")
+    add("--threshold", type=share, default=0.9, help="lowest score for exit 0 (default: 0.9)")
     add("--list", action="store_true", help="print the mutants and leave")
     return parser.parse_args(arguments)
 
@@ -299,6 +318,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("interrupted")
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     except BrokenPipeError:  # a reader has left
         os._exit(141)

@@ -24,7 +24,7 @@ from dtensor_llm.config import Config
 from dtensor_llm.data import Dataset
 from dtensor_llm.data.documents import Document, Example
 from dtensor_llm.train import StepResult, Trainer
-from dtensor_llm.worlds import World, WorldError, threads
+from dtensor_llm.worlds import World, WorldError, processes, threads
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for parity_tests/ and reference/
@@ -100,7 +100,7 @@ def parse(argv: Sequence[str], names: Sequence[str]) -> argparse.Namespace:
     for name in (*arguments.only, *arguments.disable):
         if name not in names:
             close = get_close_matches(name, names, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ": run without --only to see all"
+            hint = f"; did you mean {close[0]}?" if close else f": {', '.join(names)} are"
             parser.exit(2, f"no fault is called {name}{hint}\n")
     return arguments
 
@@ -201,4 +201,4 @@ def train_step(trainer: Trainer, data: Dataset, step: int) -> StepResult:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    processes.end(main)

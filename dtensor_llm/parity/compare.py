@@ -27,6 +27,7 @@ from dtensor_llm.parity.verdict import (
     Comparison,
     Expectation,
     compare_runs,
+    error_of,
     judge,
     judged_errors,
     judged_step,
@@ -72,13 +73,23 @@ def compare_records(
         return found
 
     asked = compared(record)
+    if reference is not None and record.dtype == other.dtype == torch.float64:
+        raise Incomparable(
+            "both records are in float64, and a reference judges lower precision: leave it out, or "
+            "pass a training of other microbatches as the control"
+        )
     if reference is not None:
         return judge(asked, Expectation(expected, yardstick=judged_errors(judging(other))))
     fixed = bound or bound_of(record, other)
     if control is None:
         return judge(asked, Expectation(expected, bound=fixed))
     moved = judging(control)  # refused where it lacks something, however near the two are
+    check_control(moved, control, other)
     return judge(asked, Expectation(expected, control=lambda: moved, bound=fixed))
+
+
+LARGEST_OF_ROUNDING = 1e-9
+"""In float64, after what AdamW makes of it in the steps that people record."""
 
 
 def check_reference(reference: Record, other: Record) -> None:
@@ -102,6 +113,33 @@ def check_judging(compared: Comparison, judging: Comparison, other: Record) -> N
             lacking.append(f"{quantity} of step {step + 1}")
     if lacking:
         raise Incomparable(f"{other.folder} has not recorded {', '.join(lacking)} to judge by")
+
+
+def check_control(moved: Comparison, control: Record, other: Record) -> None:
+    """Raises Incomparable where more than rounding tells it from what it is a control of."""
+    names = [*moved.scalars, *moved.quantities]
+    worst = max(names, key=lambda name: error_of(moved, name))
+    if error_of(moved, worst) > LARGEST_OF_ROUNDING:
+        raise Incomparable(
+            f"{control.folder} is not {other.folder} again: its {worst} is "
+            f"{error_of(moved, worst):.1e} off, and rounding alone makes less than "
+            f"{LARGEST_OF_ROUNDING:.0e}; record the same training with another --micro-batch-size"
+        )
+
+
+def not_compared(record: Record, other: Record) -> list[str]:
+    """`only A has: weights`, of tensors and norms, for each of the two."""
+    quantities = [
+        {
+            quantity
+            for found in (one.norms_at, one.tensors_at)
+            for step in found
+            for quantity in found[step]
+        }
+        for one in (record, other)
+    ]
+    lacking = zip("AB", quantities, reversed(quantities), strict=True)
+    return [f"only {x} has: {', '.join(sorted(q - p))}" for x, q, p in lacking if q - p]
 
 
 def other_settings(record: Record, other: Record) -> list[str]:

@@ -17,6 +17,7 @@ they are compared to. `RecordWriter` writes the format for any training loop.
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ from dtensor_llm.parity.run import Tensors
 
 FORMAT = {"format": "training record", "version": 1}
 LINES = "record.jsonl"
+NO_TENSORS = (
+    "not {quantity: {parameter: tensor}}, tensors being of floating point numbers, and none of "
+    "them sparse or empty"
+)
 
 
 class RecordError(ValueError):
@@ -33,7 +38,11 @@ class RecordError(ValueError):
 
 
 class RecordWriter:
-    """Writes a record step by step; what is written stays valid when the run ends early."""
+    """Writes a record step by step; what is written stays valid when the run ends early.
+
+    Raises:
+        RecordError: a step cannot be written.
+    """
 
     def __init__(self, folder: str | Path, **about: Any) -> None:
         """Start a record in `folder`, which is made if need be.
@@ -59,19 +68,38 @@ class RecordWriter:
         self.steps += 1
         line: dict[str, Any] = {"step": self.steps, "loss": loss, **values}
         if tensors:
+            if not _is_tensors(tensors):
+                raise RecordError(f"tensors of step {self.steps}: {NO_TENSORS}")
             line.setdefault("norms", norms_of(tensors))
             line["tensors"] = f"step-{self.steps:06d}.pt"
             whole = {
                 q: {n: x.detach().cpu() for n, x in named.items()} for q, named in tensors.items()
             }
-            unfinished = self.folder / f"{line['tensors']}.part"
-            torch.save(whole, unfinished)
-            unfinished.rename(self.folder / line["tensors"])
+            self._save(whole, self.folder / line["tensors"])
         self._write(line)
 
+    def _save(self, whole: Tensors, path: Path) -> None:
+        unfinished = path.with_name(f"{path.name}.part")
+        try:
+            torch.save(whole, unfinished)
+            unfinished.rename(path)
+        except (OSError, RuntimeError) as error:  # torch's writer has an error of its own
+            unfinished.unlink(missing_ok=True)
+            raise RecordError(f"{path} cannot be written: {reason_of(error)}") from None
+
     def _write(self, values: Mapping[str, Any]) -> None:
-        with (self.folder / LINES).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+        path = self.folder / LINES
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise RecordError(f"{path} cannot be written: {reason_of(error)}") from None
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of what went wrong, or else its kind."""
+    text = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+    return text or type(error).__name__
 
 
 def norms_of(tensors: Tensors) -> dict[str, dict[str, float]]:
@@ -98,6 +126,11 @@ class Record:
         self.about, *self.steps = self._lines()
         if {key: self.about.get(key) for key in FORMAT} != FORMAT:
             raise RecordError(f"{self._path}: the first line is not that of a record: {FORMAT}")
+        if "dtype" in self.about and not _is_floating(self.about["dtype"]):
+            raise RecordError(
+                f"{self._path}: dtype {self.about['dtype']!r} is none of torch's floating point "
+                "types, as float32 is"
+            )
         for number, line in enumerate(self.steps, start=1):
             if problem := problem_of(line, number):
                 raise RecordError(f"{self._path}, line {number + 1}: {problem}")
@@ -176,14 +209,12 @@ class _Files(Mapping[int, Tensors]):
             path = self.folder / self.files[step]
             try:
                 tensors = torch.load(path, map_location="cpu", weights_only=True)
+            except UnpicklingError:
+                raise RecordError(f"{path} holds more than tensors, or is damaged") from None
             except Exception as error:  # whatever torch makes of a file that is none of its own
-                reason = str(error).partition("\n")[0]
-                raise RecordError(f"{path} cannot be read: {reason}") from None
+                raise RecordError(f"{path} cannot be read: {reason_of(error)}") from None
             if not _is_tensors(tensors):
-                raise RecordError(
-                    f"{path} does not hold {{quantity: {{parameter: tensor}}}}, tensors being of "
-                    "floating point numbers, and none of them sparse"
-                )
+                raise RecordError(f"{path}: {NO_TENSORS}")
             self.last = step, tensors
         return self.last[1]
 
@@ -210,6 +241,11 @@ def problem_of(line: Mapping[str, Any], number: int) -> str:
     if file is not None and (not isinstance(file, str) or Path(file).name != file):
         return f"tensors {file!r} is not the name of a file in the record's folder"
     return ""
+
+
+def _is_floating(name: Any) -> bool:
+    dtype = getattr(torch, str(name), None)
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 def is_number(value: Any) -> bool:

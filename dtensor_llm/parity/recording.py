@@ -1,6 +1,7 @@
 """Records a trainer's run on any mesh: parts are put together on rank 0, which writes them."""
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor
 
 from dtensor_llm.parallelize import DTYPES
 from dtensor_llm.parity.check import own_gradients, own_state
-from dtensor_llm.parity.record import RecordWriter
+from dtensor_llm.parity.record import RecordError, RecordWriter
 from dtensor_llm.parity.run import QUANTITIES
 from dtensor_llm.plan import Part
 from dtensor_llm.train import StepResult, Trainer, Watcher
+from dtensor_llm.worlds import processes
 
 Parts = dict[str, dict[str, Tensor]]  # {quantity: {parameter: this rank's part}}
 
@@ -60,7 +62,9 @@ class Recording(Watcher):
         tensors = {}
         if self.keeps(result.step):
             tensors = {quantity: self.gatherer.whole(parts[quantity]) for quantity in parts}
-        if self.writer is not None:
+        if self.writer is None:
+            return
+        try:
             self.writer.step(
                 loss=result.loss,
                 tensors=tensors,
@@ -69,6 +73,9 @@ class Recording(Watcher):
                 num_tokens=result.num_tokens,
                 norms=norms,
             )
+        except RecordError as error:
+            print(f"stopped: --record: {error}", file=sys.stderr)
+            processes.leave(1)
 
     def quantities(self) -> list[str]:
         """The same on every rank, also on one that holds no element of any parameter."""

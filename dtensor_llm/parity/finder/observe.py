@@ -173,6 +173,7 @@ def watch_stage(
 ) -> set[str]:
     """Hook one pipeline stage, or the whole model; gives the names there are here."""
     microbatch, modules = -1, dict(stage.named_modules())
+    to_come = list(range(trainer.config.microbatches))
     found = {"tokens"} if stage.first else set()
 
     def see(name: str, x: Tensor) -> None:
@@ -184,6 +185,9 @@ def watch_stage(
         samples = named["samples"] if "samples" in named else args[1]
         place = int(samples[0]) - trainer.samples.start
         microbatch = place // trainer.config.micro_batch_size
+        if stage.last or microbatch not in to_come:
+            microbatch = to_come[0]  # the last stage takes them in order, whatever it is told
+        to_come.remove(microbatch)
         if stage.first:
             see("tokens", args[0])
 

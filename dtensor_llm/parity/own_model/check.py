@@ -123,6 +123,8 @@ def check_parity(
     if dtype not in DTYPES:
         known = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
         raise OwnModelError(f"dtype {dtype} cannot be trained: one of {known} can")
+    if isinstance(build_model, nn.Module):
+        raise OwnModelError("build_model is a module; pass a function that gives one")
     given = make_task(
         build_model(),
         mesh,

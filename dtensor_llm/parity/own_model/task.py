@@ -138,6 +138,10 @@ def make_task(
     Raises:
         OwnModelError: the mesh, the batches or the model cannot be checked.
     """
+    if not isinstance(model, nn.Module):
+        raise OwnModelError(f"build_model gives {model!r:.80}: it is to give a module")
+    if not isinstance(mesh, Mapping):
+        raise OwnModelError(f'mesh {mesh!r}: sizes by name, for example {{"dp": 2, "tp": 2}}')
     sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.items())
     if not mesh or any(not isinstance(size, int) or size < 1 for size in mesh.values()):
         raise OwnModelError(
@@ -152,6 +156,8 @@ def make_task(
             f"batch_axes names {', '.join(unknown)}, but the mesh has only {', '.join(mesh)}"
         )
     refuse_randomness(model)
+    if next(model.parameters(), None) is None:
+        raise OwnModelError("the model has no parameters: there is nothing to train")
     task = Task(model=model, mesh=dict(mesh), batch_axes=tuple(batch_axes), **rest)
     if not task.batches:
         raise OwnModelError("no batches: a check takes at least one step, and each takes a batch")
