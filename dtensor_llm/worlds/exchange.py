@@ -233,7 +233,7 @@ class AllReduce:
 
 def parts_of(whole: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """Of contiguous memory, one for each rank, of sizes that differ by one element at most."""
-    return whole.detach().view(-1).tensor_split(group.size())
+    return whole.detach().flatten().tensor_split(group.size())
 
 
 def peers_of(group: dist.ProcessGroup) -> list[int]:
