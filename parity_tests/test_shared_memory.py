@@ -188,6 +188,18 @@ def test_line_closes_its_ends(far_ends: list[int]) -> None:
             os.fstat(end)
 
 
+def test_ends_are_all_opened_or_none() -> None:
+    there, back = os.pipe()
+    (end,) = shared_memory.open_ends({1: (os.getpid(), back)}).values()
+    os.write(end, b"through")
+    assert os.read(there, 100) == b"through"
+    shared_memory.close(end, there)
+    before = list(Path("/proc/self/fd").iterdir())
+    assert shared_memory.open_ends({1: (os.getpid(), back), 2: (os.getpid(), -1)}) == {}
+    assert list(Path("/proc/self/fd").iterdir()) == before
+    os.close(back)
+
+
 def never_told(world: World) -> str:
     group = world_group()
     assert is_gathered(all_gather(part_of(world.rank, 0), 0, group), 0)

@@ -233,10 +233,7 @@ def open_lines(group: dist.ProcessGroup) -> dict[int, Line]:
     offers = [x.tolist() for x in of_ranks]
     outgoing = {}
     if all(can_read(*offer[:3]) for offer in offers):
-        outgoing = {
-            peer: os.open(path_of(offers[peer][0], offers[peer][3 + own]), os.O_WRONLY)
-            for peer in pipes
-        }
+        outgoing = open_ends({peer: (offers[peer][0], offers[peer][3 + own]) for peer in pipes})
     all_can = torch.tensor([int(len(outgoing) == len(pipes))])
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)  # the other is of its values' type
@@ -249,6 +246,18 @@ def open_lines(group: dist.ProcessGroup) -> dict[int, Line]:
         }
     close(*(incoming for incoming, _ in pipes.values()), *outgoing.values())
     return {}
+
+
+def open_ends(places: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+    """Of pipes, to write, each by its process and file descriptor; none where one cannot be."""
+    ends = dict[int, int]()
+    try:
+        for peer, place_of_end in places.items():
+            ends[peer] = os.open(path_of(*place_of_end), os.O_WRONLY)
+    except OSError:  # this process may have too many files open
+        close(*ends.values())
+        return {}
+    return ends
 
 
 def can_read(pid: int, file: int, secret: int) -> bool:
