@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dtensor_llm.config import Config
 from dtensor_llm.model import GPT
-from dtensor_llm.parity import Finding, reference_arguments
-from dtensor_llm.parity.finder.divergence import record_step
+from dtensor_llm.parity import Finding, Row, reference_arguments
+from dtensor_llm.parity.finder.divergence import record_step, why_nothing
 from dtensor_llm.parity.finder.explain import finding_of, module_around
 from dtensor_llm.parity.finder.finding import PHASES
 from dtensor_llm.parity.finder.observe import INPUT, Observation, watch_reference
@@ -265,3 +265,16 @@ def test_finding_in_words() -> None:
     for phase in PHASES:
         text = str(dataclasses.replace(found, phase=phase, name=phase, coordinates={}))
         assert text.startswith(f"first divergence: step 1, {phase}")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "text"),
+    [
+        ("float32", 3e-7, "what differs in float32 is a matter of precision"),
+        ("float32", 5e-2, "an error of 5.0e-02 is more than rounding makes of it in float32: look"),
+        ("float64", 3e-11, "which is as fine as this search is; the report's error is 3.0e-11"),
+    ],
+)
+def test_what_is_said_where_float64_shows_nothing(dtype: str, error: float, text: str) -> None:
+    """An error far beyond its bound is no rounding, though it is gone in float64."""
+    assert text in why_nothing(dtype, Row("loss", "step 1", error, bound=1e-7))

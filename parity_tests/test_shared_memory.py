@@ -1,5 +1,6 @@
 """Memory that ranks of one machine share: what goes through it, how little there is of it."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from dtensor_llm.parity import Report
 from dtensor_llm.worlds import World, exchange, processes, shared_memory
-from dtensor_llm.worlds.exchange import AllGather, all_gather, reduce_scatter
-from dtensor_llm.worlds.shared_memory import MESSAGE, Block, Channel, Line
+from dtensor_llm.worlds.exchange import AllGather, AllReduce, all_gather, reduce_scatter
+from dtensor_llm.worlds.shared_memory import MESSAGE, Block, Channel, Line, SharedParts
 from parity_tests.harness import (
     SECONDS,
     batches_for,
@@ -40,6 +41,54 @@ def part_of(rank: int, number: int, size: int = LARGE) -> Tensor:
 
 def is_gathered(whole: Tensor, number: int) -> bool:
     return all(bool(row.eq(10.0 * number + rank).all()) for rank, row in enumerate(whole))
+
+
+def summed_in_turns(rank: int, numbers: range) -> bool:
+    """Two on their way at once, each a little larger than the one before, as DDP's buckets may."""
+    group, on_their_way, right = world_group(), list[AllReduce](), True
+    for number in numbers:
+        whole = part_of(rank, number, 3 * LARGE + 600 * number)
+        on_their_way.append(AllReduce(whole, group))
+        for earlier in on_their_way[:-1]:
+            earlier.advance()
+        if len(on_their_way) > 2 or number == numbers[-1]:
+            expected = group.size() * 10.0 * numbers[number - len(on_their_way) + 1] + 3
+            right = right and bool(on_their_way.pop(0).wait().eq(expected).all())
+    for left in on_their_way:
+        left.wait()
+    return right
+
+
+def blocks_after_sums(world: World) -> list[int]:
+    assert summed_in_turns(world.rank, range(30))
+    return [len(channel.blocks) for channel in exchange.channels[world_group()].values()]
+
+
+def test_few_blocks_serve_many_sums() -> None:
+    """Of three at once each rank's part, and the parts of two peers; blocks grow."""
+    for gathered, summed in processes.spawn(3, blocks_after_sums, timeout=SECONDS):
+        assert gathered <= 4
+        assert summed <= 8
+
+
+def descriptors_after_groups(world: World) -> list[int]:
+    """Open files of this process with one group that shares memory, then after that three times."""
+    counts = []
+    for _ in range(4):
+        group = dist.new_group(list(range(world.size)))
+        assert isinstance(group, dist.ProcessGroup)
+        assert is_gathered(all_gather(part_of(world.rank, 1), 0, group), 1)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    return counts
+
+
+def test_nothing_is_left_of_a_group() -> None:
+    for first, *later in processes.spawn(2, descriptors_after_groups, timeout=SECONDS):
+        assert later == [first] * 3
 
 
 def blocks_after_many(world: World) -> list[int]:
@@ -188,6 +237,42 @@ def test_line_closes_its_ends(far_ends: list[int]) -> None:
             os.fstat(end)
 
 
+def test_block_is_free_once_all_who_were_told_have_read(far_ends: list[int]) -> None:
+    others = list[int]()
+    channel = Channel(0, {1: line_to(far_ends), 2: line_to(others)})
+    part = part_of(0, 1)
+    SharedParts(channel, part).send(part, 1, 2)
+    (block,) = channel.blocks
+    channel.ended_by[1] = 1
+    assert not channel.is_free(block)
+    channel.ended_by[2] = 1
+    assert channel.is_free(block)
+    shared_memory.close(*others)
+
+
+def left_alone(world: World) -> str:
+    """Rank 1 closes its ends, as a process that ends does."""
+    group = world_group()
+    assert is_gathered(all_gather(part_of(world.rank, 0), 0, group), 0)
+    if world.rank == 1:
+        exchange.channels.clear()
+        gc.collect()
+        dist.barrier()
+        return str(shared_memory.timeout.total_seconds())
+    dist.barrier()
+    shared_memory.timeout = timedelta(seconds=2)
+    with pytest.raises(RuntimeError) as failed:
+        all_gather(part_of(world.rank, 1), 0, group)
+    return str(failed.value)
+
+
+def test_peer_that_has_ended_is_told_at_once() -> None:
+    """No process holds another's end; and for how long one waits is what the world is told."""
+    failed, waits = processes.spawn(2, left_alone, timeout=SECONDS)
+    assert "rank 1 of the group" in failed and failed.endswith("has ended")
+    assert float(waits) == SECONDS
+
+
 def test_ends_are_all_opened_or_none() -> None:
     there, back = os.pipe()
     (end,) = shared_memory.open_ends({1: (os.getpid(), back)}).values()
@@ -226,8 +311,8 @@ def test_small_parts_are_messages() -> None:
     assert processes.spawn(2, small_parts, timeout=SECONDS) == [False, False]
 
 
-def trained(mesh: str, options: dict[str, Any], world: World) -> tuple[Report, int]:
-    exchange.LEAST_SHARED = 1
+def trained(mesh: str, options: dict[str, Any], world: World, least: int = 1) -> tuple[Report, int]:
+    exchange.LEAST_SHARED = least
     config = small_config(mesh, **options)
     report = train_and_compare(config, reference_for(config), batches_for(config), world)
     channels = [c for of_group in exchange.channels.values() for c in of_group.values()]
@@ -250,5 +335,17 @@ def test_data_parallelism_through_it_equals_one_device(mesh: str, options: dict[
     for report, num_exchanges in processes.spawn(
         size, partial(trained, mesh, options), timeout=SECONDS
     ):
+        assert report.passed, report
+        assert num_exchanges > 0
+
+
+@pytest.mark.parametrize("least", [3000, 6000])
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x2", "dp_replicate=2,dp_shard=2"])
+def test_ddp_whose_buckets_go_either_way_equals_one_device(mesh: str, least: int) -> None:
+    """Some through shared memory, some as messages, whichever comes last."""
+    options = {"zero": 0, "ddp": True, "ddp_bucket_mb": 0.01}
+    size = small_config(mesh, **options).parallel.mesh.num_ranks
+    main = partial(trained, mesh, options, least=least)
+    for report, num_exchanges in processes.spawn(size, main, timeout=SECONDS):
         assert report.passed, report
         assert num_exchanges > 0

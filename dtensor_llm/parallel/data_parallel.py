@@ -81,6 +81,9 @@ def wrap(
     return module
 
 
+MOST_ON_THEIR_WAY = 2  # buckets, while others are computed: each holds memory that ranks share
+
+
 @dataclass
 class BucketSums:
     """Of a module's buckets, over the ranks of `group`.
@@ -96,21 +99,20 @@ class BucketSums:
 def sum_bucket(sums: BucketSums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """What is done with a bucket of gradients: a sum, where DistributedDataParallel averages.
 
-    It reads no bucket before the last one's turn: by then the sums through shared memory, which
-    move on when another bucket is there, have to be done.
+    It reads no bucket before the last one's turn. By then those that go through shared memory,
+    which move on when another bucket is there, are done; there a small one goes as a message.
 
     Comm: one all-reduce.
     """
-    reduction = AllReduce(bucket.buffer(), sums.group)
+    reduction, on_their_way = AllReduce(bucket.buffer(), sums.group), sums.on_their_way
+    for earlier in on_their_way:
+        earlier.advance()
+    if reduction.work is None:
+        on_their_way.append(reduction)
+    while len(on_their_way) > (0 if bucket.is_last() else MOST_ON_THEIR_WAY):
+        on_their_way.pop(0).wait()
     if reduction.work is not None:
         return reduction.work.get_future().then(lambda done: done.value()[0])
-    for earlier in sums.on_their_way:
-        earlier.advance()
-    sums.on_their_way.append(reduction)
-    if bucket.is_last():
-        for one in sums.on_their_way:
-            one.wait()
-        sums.on_their_way = []
     future = torch.futures.Future[Tensor]()
     future.set_result(bucket.buffer())
     return future

@@ -8,8 +8,8 @@ busy core is in no hurry to run.
 
 A block may be written to again once all who were told of it have read it. Nobody reports that by
 itself: every message carries how many exchanges its sender has ended, which is one exchange late
-and costs nothing. Where no block is free there is a new one: a group has a few, for each kind of
-exchange. What `planner.memory` predicts is without them.
+and costs nothing. Where no block is free there is a new one, where none is large enough one grows:
+a group has a few, for each kind of exchange. What `planner.memory` predicts is without them.
 
 Blocks are anonymous files (Linux, memfd_create): other processes of the same user open them, and
 the pipes, through /proc, they are not limited by what is mounted at /dev/shm, and nothing is left
@@ -23,7 +23,7 @@ import secrets
 import select
 import struct
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,7 +101,7 @@ class Block:
     busy: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, os.close, self.file)
+        weakref.finalize(self, close, self.file)
 
 
 class Channel:
@@ -131,18 +131,18 @@ class Channel:
         return number
 
     def block_of(self, num_bytes: int) -> Block:
-        """The smallest that is large enough and free, or a new one."""
-        fits = [
-            block
-            for block in self.blocks
-            if block.memory.nbytes >= num_bytes
-            and all(self.ended_by[rank] > number for rank, number in block.busy.items())
-        ]
+        """The smallest that is large enough and free, or new memory: of a free one, or one more."""
+        free = [block for block in self.blocks if self.is_free(block)]
+        fits = [block for block in free if block.memory.nbytes >= num_bytes]
         if fits:
             return min(fits, key=lambda block: block.memory.nbytes)
-        file, memory = new_memory(-(-num_bytes // PAGE) * PAGE)
-        self.blocks.append(Block(len(self.blocks), file, memory))
-        return self.blocks[-1]
+        number = free[0].number if free else len(self.blocks)
+        block = Block(number, *new_memory(-(-num_bytes // PAGE) * PAGE))
+        self.blocks[number : number + 1] = [block]
+        return block
+
+    def is_free(self, block: Block) -> bool:
+        return all(self.ended_by[rank] > number for rank, number in block.busy.items())
 
     def tell(self, peer: int, number: int, block: Block) -> None:
         """`peer` may read `block` in the exchange of that number."""
@@ -154,7 +154,8 @@ class Channel:
         line = self.lines[peer]
         block, file, num_bytes, ended = line.receive(self.kind, number)
         self.ended_by[peer] = max(ended, self.ended_by[peer])
-        if (peer, block) not in self.mapped:
+        known = self.mapped.get((peer, block))
+        if known is None or known.nbytes != num_bytes:  # a block that has grown is another file
             self.mapped[peer, block] = open_memory(line.pid, file, num_bytes)
         return self.mapped[peer, block]
 
@@ -220,25 +221,22 @@ def open_lines(group: dist.ProcessGroup) -> dict[int, Line]:
 
     Comm: an all-gather of 24 bytes of each rank and 8 for each rank, an all-reduce of 8.
     """
-    own, ranks = group.rank(), range(group.size())
-    pipes = {peer: os.pipe() for peer in ranks if peer != own}
-    secret, file, memory = secrets.randbits(62), -1, None
-    if hasattr(os, "memfd_create"):
-        file, memory = new_memory(PAGE)
-        memory[:8].view(torch.int64).fill_(secret)
-    ends = [-1 if rank == own else pipes[rank][1] for rank in ranks]
-    offered = torch.tensor([os.getpid(), file, secret, *ends])
+    own, ranks, secret = group.rank(), range(group.size()), secrets.randbits(62)
+    peers = [rank for rank in ranks if rank != own]
+    pipes, files = offer(peers, secret)
+    ends = [pipes[rank][1] if rank in pipes else -1 for rank in ranks]
+    offered = torch.tensor([os.getpid(), files[0] if files else -1, secret, *ends])
     of_ranks = [torch.empty_like(offered) for _ in ranks]
     group.allgather([of_ranks], [offered]).wait()
     offers = [x.tolist() for x in of_ranks]
     outgoing = {}
     if all(can_read(*offer[:3]) for offer in offers):
-        outgoing = open_ends({peer: (offers[peer][0], offers[peer][3 + own]) for peer in pipes})
-    all_can = torch.tensor([int(len(outgoing) == len(pipes))])
+        outgoing = open_ends({peer: (offers[peer][0], offers[peer][3 + own]) for peer in peers})
+    all_can = torch.tensor([int(len(outgoing) == len(peers))])
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)  # the other is of its values' type
     group.allreduce([all_can], options).wait()
-    close(*(end for _, end in pipes.values()), *([] if memory is None else [file]))
+    close(*(end for _, end in pipes.values()), *files)
     if all_can.item():
         return {
             peer: Line(peer, offers[peer][0], incoming, outgoing[peer])
@@ -246,6 +244,22 @@ def open_lines(group: dist.ProcessGroup) -> dict[int, Line]:
         }
     close(*(incoming for incoming, _ in pipes.values()), *outgoing.values())
     return {}
+
+
+def offer(peers: Sequence[int], secret: int) -> tuple[dict[int, tuple[int, int]], list[int]]:
+    """A pipe from each peer and a file that holds `secret`, or nothing where there is no way to."""
+    pipes, files = dict[int, tuple[int, int]](), list[int]()
+    if not hasattr(os, "memfd_create"):
+        return pipes, files
+    try:
+        for peer in peers:
+            pipes[peer] = os.pipe()
+        file, memory = new_memory(PAGE)
+    except OSError:  # this process may have too many files open
+        close(*(end for pipe in pipes.values() for end in pipe))
+        return {}, []
+    memory[:8].view(torch.int64).fill_(secret)
+    return pipes, [file]
 
 
 def open_ends(places: Mapping[int, tuple[int, int]]) -> dict[int, int]:

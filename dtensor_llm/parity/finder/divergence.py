@@ -29,6 +29,8 @@ from dtensor_llm.parity.verdict import Expectation
 from dtensor_llm.train import Trainer, TrainingError, watched_step
 from dtensor_llm.worlds import World
 
+MUCH = 100.0  # times a bound of lower precision: beyond, nobody takes an error for rounding
+
 
 class Batches(Protocol):
     """What `data.Dataset` is here: the global batch of a step, or some of its rows."""
@@ -82,6 +84,11 @@ def why_nothing(dtype: str, first: Row) -> str:
     if dtype == "float64":
         return (
             f"{every}, which is as fine as this search is; the report's error is {first.error:.1e}"
+        )
+    if first.error > MUCH * first.bound:
+        return (
+            f"{every}; an error of {first.error:.1e} is more than rounding makes of it in {dtype}: "
+            "look for what depends on the dtype, or on how many bytes something has"
         )
     return f"{every}: what differs in {dtype} is a matter of precision"
 
